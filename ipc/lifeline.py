@@ -1,0 +1,318 @@
+"""Lifelines: the second socket between two processes, for what ZeroMQ cannot carry.
+
+A lifeline (unix, SEQPACKET) tells who the peer is (from the kernel), ends when the peer dies, and carries descriptors::
+
+    daemon -> peer, once   msgpack map {"token": 16 bytes, "start_id": 16 bytes}
+    both ways, later       tag u64 little-endian, and one descriptor beside it (SCM_RIGHTS)
+
+A descriptor is sent before the ZeroMQ message that names its tag, so who reads that message finds it by `drain`.
+Whatever breaks these rules ends the lifeline. No call here waits unless it takes a `timeout_s`.
+"""
+
+import array
+import contextlib
+import enum
+import errno
+import os
+import secrets
+import select
+import socket
+import struct
+from pathlib import Path
+from types import TracebackType
+from typing import Final, NamedTuple, Self, cast
+
+import msgpack
+
+from ipc.rundir import SOCKET_MODE, check_socket_path
+from shm.process import start_ticks
+
+TOKEN_BYTES: Final = 16
+# Descriptors that wait to be taken, per lifeline. A registration needs one a stage.
+MAX_STASHED: Final = 64
+# Packets read by one `drain`, so that a peer that floods its lifeline cannot hold the loop.
+MAX_DRAINED: Final = 2 * MAX_STASHED
+BACKLOG: Final = 128
+_TAG: Final = struct.Struct("<Q")
+_CREDENTIALS: Final = struct.Struct("=iII")
+_TIMEVAL: Final = struct.Struct("@ll")
+_TOKEN_PACKET_LIMIT_BYTES: Final = 256
+_DESCRIPTOR_BYTES: Final = array.array("i").itemsize
+# CMSG_LEN, not CMSG_SPACE: the padding of the latter would let a second descriptor in.
+_ANCILLARY_BYTES: Final = socket.CMSG_LEN(_DESCRIPTOR_BYTES)
+
+
+class LifelineError(OSError):
+    """A lifeline that could not be used: no daemon, no answer in time, or the peer does not read."""
+
+
+class Life(enum.Enum):
+    """Whether the peer still holds its end."""
+
+    OPEN = "open"
+    ENDED = "ended"
+
+
+class Credentials(NamedTuple):
+    """The process at the other end as the kernel named it when it connected (or, seen from there, began to listen).
+
+    pid 0: it lives in a pid namespace that cannot be seen from here. `start_ticks` 0: not known, nothing can be proved.
+    """
+
+    pid: int
+    uid: int
+    gid: int
+    start_ticks: int
+
+
+class Lifeline:
+    """One end of a lifeline. Owns its socket and every descriptor that came and was not taken.
+
+    `token` and `start_id` are those of the first packet.
+    """
+
+    def __init__(self, connection: socket.socket, peer: Credentials, token: bytes, start_id: bytes) -> None:
+        self.peer: Final = peer
+        self.token: Final = token
+        self.start_id: Final = start_id
+        self.refused_count = 0
+        self._socket = connection
+        self._stashed: dict[int, int] = {}
+        self._life = Life.OPEN
+
+    @classmethod
+    def connect(cls, path: Path, timeout_s: float) -> Self:
+        """Connect to the daemon that listens at `path` and read its token.
+
+        Raises:
+            LifelineError: nobody listens, the token did not come within `timeout_s`, or it is none.
+        """
+        check_socket_path(path)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            # A unix connect waits while the backlog is full; a non-blocking one fails at once in place of that.
+            whole_s = int(timeout_s)
+            limit = _TIMEVAL.pack(whole_s, max(int((timeout_s - whole_s) * 1e6), 1))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            connection.connect(os.fspath(path))
+            connection.setblocking(False)
+            if not _wait(connection, select.POLLIN, timeout_s):
+                raise LifelineError(errno.ETIMEDOUT, f"no token within {timeout_s} s")
+            token, start_id = _parse_token_packet(connection.recv(_TOKEN_PACKET_LIMIT_BYTES))
+            return cls(connection, _credentials(connection), token, start_id)
+        except BaseException as exc:
+            connection.close()
+            if isinstance(exc, OSError) and not isinstance(exc, LifelineError):
+                raise LifelineError(exc.errno, f"no lifeline at {path}: {exc.strerror}") from exc
+            raise
+
+    def fileno(self) -> int:
+        """For a poller: readable when something came or the peer has gone; -1 once closed."""
+        return self._socket.fileno()
+
+    def drain(self) -> Life:
+        """Take in every packet that is there (at most `MAX_DRAINED`: then the descriptor stays readable)."""
+        for _ in range(MAX_DRAINED):
+            if self._life is Life.ENDED:
+                break
+            try:
+                packet, ancillary, flags, _ = self._socket.recvmsg(
+                    _TAG.size + 1, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:  # ECONNRESET: the peer died with packets of ours unread
+                self._life = Life.ENDED
+                break
+            self._take_in(packet, ancillary, flags)
+        return self._life
+
+    def take(self, tag: int) -> int:
+        """The descriptor that came under `tag`; the caller owns it from now on.
+
+        Raises:
+            KeyError: none came under this tag.
+        """
+        return self._stashed.pop(tag)
+
+    def send_descriptor(self, tag: int, descriptor: int, timeout_s: float = 0.0) -> None:
+        """Send a copy of `descriptor` under `tag`; the caller keeps (and may close) its own.
+
+        Raises:
+            LifelineError: the peer has gone, or has not made room within `timeout_s`.
+        """
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        for may_wait in (True, False):
+            try:
+                self._socket.sendmsg([_TAG.pack(tag)], rights, socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError as exc:
+                if may_wait and _wait(self._socket, select.POLLOUT, timeout_s):
+                    continue
+                raise LifelineError(errno.EAGAIN, f"process {self.peer.pid} does not read its lifeline") from exc
+            except OSError as exc:
+                raise LifelineError(exc.errno, f"the lifeline cannot carry a descriptor: {exc.strerror}") from exc
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that nobody took."""
+        self._life = Life.ENDED
+        self._socket.close()
+        while self._stashed:
+            os.close(self._stashed.popitem()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take_in(self, packet: bytes, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
+        descriptors = _descriptors(ancillary)
+        cut = flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC)
+        if len(packet) == _TAG.size and len(descriptors) == 1 and not cut:
+            (tag,) = _TAG.unpack(packet)
+            if len(self._stashed) < MAX_STASHED and tag not in self._stashed:
+                self._stashed[tag] = descriptors[0]
+                return
+            self.refused_count += 1
+        elif len(packet) == _TAG.size and flags & socket.MSG_CTRUNC:
+            # More than one came, or we have no free descriptor: nothing is stashed, so the message that names the tag
+            # fails.
+            self.refused_count += 1
+        else:
+            self._life = Life.ENDED  # no bytes at all (end of file), or what no peer of ours sends
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+class LifelineServer:
+    """The daemon's listening socket. The caller holds the instance lock: whatever lies at the path is stale."""
+
+    def __init__(self, listener: socket.socket, path: Path, spare: int) -> None:
+        self._listener = listener
+        self._path = path
+        self._spare = spare  # a descriptor to give up when there are no others, see `_refuse_one`
+
+    @classmethod
+    def listen(cls, path: Path) -> Self:
+        """Listen at `path`, whose directory was prepared before (see `ipc.rundir`).
+
+        Raises:
+            RunDirError: no unix socket can have this path.
+            OSError: the path cannot be bound.
+        """
+        check_socket_path(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            path.unlink(missing_ok=True)
+            listener.bind(os.fspath(path))
+            path.chmod(SOCKET_MODE)
+            listener.listen(BACKLOG)
+            return cls(listener, path, os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        except BaseException:
+            listener.close()
+            raise
+
+    def fileno(self) -> int:
+        """For a poller: readable when somebody waits to be accepted; -1 once closed."""
+        return self._listener.fileno()
+
+    def accept(self, start_id: bytes) -> Lifeline | None:
+        """Accept one peer, give it a fresh token and `start_id`; None when nobody waits."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return None
+            except ConnectionAbortedError:
+                continue
+            except OSError as exc:
+                if exc.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                if not self._refuse_one():
+                    return None
+                continue
+            try:
+                connection.setblocking(False)
+                token = secrets.token_bytes(TOKEN_BYTES)
+                lifeline = Lifeline(connection, _credentials(connection), token, start_id)
+                connection.send(_token_packet(token, start_id), socket.MSG_NOSIGNAL)
+                return lifeline
+            except OSError:
+                connection.close()  # it has gone again
+
+    def close(self) -> None:
+        """Stop listening and remove the socket's name. Accepted lifelines go on."""
+        if self._listener.fileno() < 0:
+            return
+        self._listener.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+        self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _refuse_one(self) -> bool:
+        """Out of descriptors: close the first in line, or the listener would stay readable and the loop would spin.
+
+        False when nobody was in line (the kernel looks for a free descriptor before it looks for a peer).
+        """
+        if self._spare < 0:
+            return False
+        os.close(self._spare)
+        refused = False
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+            refused = True
+        try:
+            self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._spare = -1
+        return refused
+
+
+def _credentials(connection: socket.socket) -> Credentials:
+    pid, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    try:
+        ticks = start_ticks(pid) if pid > 0 else 0
+    except OSError:
+        ticks = 0  # it has ended, or /proc hides it; the end of file tells which
+    return Credentials(pid, uid, gid, ticks)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % _DESCRIPTOR_BYTES])
+    return found.tolist()
+
+
+def _token_packet(token: bytes, start_id: bytes) -> bytes:
+    return cast("bytes", msgpack.packb({"token": token, "start_id": start_id}))
+
+
+def _parse_token_packet(packet: bytes) -> tuple[bytes, bytes]:
+    try:
+        fields = msgpack.unpackb(packet, raw=False, max_ext_len=0)
+        token, start_id = fields["token"], fields["start_id"]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise LifelineError(errno.EPROTO, "the first packet of the lifeline is no token") from exc
+    if not (isinstance(token, bytes) and isinstance(start_id, bytes) and len(token) == len(start_id) == TOKEN_BYTES):
+        raise LifelineError(errno.EPROTO, "the first packet of the lifeline is no token")
+    return token, start_id
+
+
+def _wait(connection: socket.socket, event: int, timeout_s: float) -> bool:
+    poller = select.poll()
+    poller.register(connection, event)
+    return bool(poller.poll(max(timeout_s, 0.0) * 1000))

@@ -1,0 +1,773 @@
+"""Every message of the wire, once.
+
+Four closed unions: `Request` (client to daemon), `Reply` (daemon to client), `Command` (supervisor to worker) and
+`Report` (worker to supervisor); `TemplateOrder` and `TemplateNews` run between supervisor and template. Each message is
+a msgpack map whose key ``t`` names its type. Rules of change: a new field has a default, a field never changes its type
+or meaning, unknown fields are ignored by the receiver, and anything else raises `PROTOCOL_VERSION`.
+
+Rows are packed as in `shm.rows`, places as in `shm.extent`, tokens as little-endian u32, digests as 16 bytes each.
+Every request carries `seq`, chosen by the client, and gets exactly one final reply with the same `seq`; `Progress` may
+come before it.
+"""
+
+from typing import Final, TypeAlias
+
+import msgspec
+
+from shm.layout import StageLayout
+
+PROTOCOL_VERSION: Final = 1
+DIGEST_BYTES: Final = 16
+TOKEN_BYTES: Final = 4
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
+    """Base of everything on the wire."""
+
+
+# --- values inside messages ------------------------------------------------------------------------------------------
+
+
+class MemfdPool(msgspec.Struct, frozen=True, tag_field="t", tag="memfd"):
+    """A pool of a `cpu` device: a memfd sealed against shrinking, sent over the lifeline under `descriptor` first."""
+
+    descriptor: int
+    pool_bytes: int
+
+
+class CudaIpcPool(msgspec.Struct, frozen=True, tag_field="t", tag="cuda_ipc"):
+    """A pool of a GPU: the IPC handle of the *allocation* (64 bytes), the pool's place in it, and the handle of the
+    interprocess event that the engine records before each request (64 bytes, or empty: the engine synchronises).
+    """
+
+    handle: bytes
+    allocation_bytes: int
+    offset_bytes: int
+    pool_bytes: int
+    event_handle: bytes = b""
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """One stage of an engine. `device` is ``cpu:K`` or the UUID of a GPU (``GPU-...``).
+
+    The probe proves that both sides see the same memory: `probe_bytes` holds 16 bytes for each little-endian u64 of
+    `probe_offsets`, read by the engine; the worker reads the same places and must find the same bytes.
+    """
+
+    index: int
+    device: str
+    pool: MemfdPool | CudaIpcPool
+    layout: StageLayout
+    probe_offsets: bytes = b""
+    probe_bytes: bytes = b""
+
+
+class StageOutcome(msgspec.Struct, frozen=True):
+    """How one stage of an operation ended.
+
+    `state` is ``done``, ``failed`` or ``untouched`` (its job never started). `rows_undefined` are packed rows whose
+    bytes the operation may have written and that must not be used.
+    """
+
+    stage: int
+    state: str
+    code: str = ""
+    message: str = ""
+    rows_undefined: bytes = b""
+    moved_bytes: int = 0
+    digest_s: float = 0.0
+    copy_s: float = 0.0
+    state_undefined: bool = False
+
+
+class WorkerProcess(msgspec.Struct, frozen=True):
+    """Which process serves a stage: enough for a client to prove later that it is gone."""
+
+    stage: int
+    worker: str
+    pid: int
+    start_ticks: int
+
+
+class ImageInfo(msgspec.Struct, frozen=True):
+    """One published image. `stored_bytes` counts whole granules, shared chunks in full; times are Unix seconds."""
+
+    image_id: int
+    namespace: str
+    conversation: str
+    tokens: int
+    stages: int
+    image_bytes: int
+    stored_bytes: int
+    exclusive_bytes: int
+    chunks: int
+    pinned: bool
+    damaged: bool
+    created_unix_s: float
+    used_unix_s: float
+    restores: int
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """State of one worker as the supervisor sees it."""
+
+    worker: str
+    device: str
+    state: str
+    pid: int
+    generation: int
+    deaths: int
+    cpus: tuple[int, ...]
+    shuttles: int
+    shuttle_bytes: int
+    locked_bytes: int
+    free_bytes: int
+    used_bytes: int
+    jobs: int
+    digest_algorithm: str
+    resources: dict[str, int]
+    detail: str = ""
+    mapped: int = 0
+    digest_path: str = ""
+    device_name: str = ""
+    start_s: float = 0.0
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """One registered engine. `marks` counts slots by mark."""
+
+    engine_id: int
+    namespace: str
+    engine: str
+    pid: int
+    uid: int
+    stages: tuple[str, ...]
+    fingerprint: str
+    fingerprint_fields: dict[str, str]
+    ops: int
+    marks: dict[str, int]
+
+
+class OpInfo(msgspec.Struct, frozen=True):
+    """One operation in flight."""
+
+    op_id: int
+    kind: str
+    state: str
+    namespace: str
+    conversation: str
+    engine_id: int
+    age_s: float
+    stages_pending: tuple[int, ...]
+
+
+class ProcessMemory(msgspec.Struct, frozen=True):
+    """Resident memory of one process (psutil and /proc, bytes)."""
+
+    role: str
+    pid: int
+    rss_bytes: int
+    anon_bytes: int
+    shmem_bytes: int
+
+
+# --- client to daemon ------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First message of a connection. `token` is what the lifeline handed out; nothing is served without it."""
+
+    seq: int
+    version: int
+    token: bytes
+    client: str = ""
+
+
+class Register(Message, frozen=True, tag="register"):
+    """Register an engine with all its stages (numbered 0..N-1).
+
+    `fingerprint` holds what must match for bytes to mean the same; the keys of `FINGERPRINT_REQUIRED` must be there and
+    resolved. The daemon adds what it can see itself: planes, block size, stage count.
+    """
+
+    seq: int
+    namespace: str
+    engine: str
+    fingerprint: dict[str, str]
+    stages: tuple[Stage, ...]
+    deadline_s: float = 30.0
+
+
+FINGERPRINT_REQUIRED: Final = ("model", "revision", "dtype", "kv_format", "engine_build")
+
+
+class Unregister(Message, frozen=True, tag="unregister"):
+    """Close the engine's pools. Its images stay."""
+
+    seq: int
+    engine_id: int
+
+
+class Capture(Message, frozen=True, tag="capture"):
+    """Capture `tokens` out of `rows` (one entry for all stages, or one a stage) into an image of `conversation`.
+
+    `slot` is the engine's own number of the slot (for marks and for the per-slot state). `state_position` is the token
+    position of the state, -1 where the stages have none. `ordered` says what orders the copy after the engine's last
+    write: ``host`` (the engine has synchronised) or ``event`` (the registered events were recorded).
+    """
+
+    seq: int
+    engine_id: int
+    conversation: str
+    tokens: bytes
+    rows: tuple[bytes, ...]
+    slot: int
+    ordered: str
+    state_position: int = -1
+    deadline_s: float = 30.0
+
+
+class Restore(Message, frozen=True, tag="restore"):
+    """Restore the first `tokens` tokens (-1: all) of an image into `rows`.
+
+    The image is named by `image_id`, or by `conversation` when that is 0. With `take` the image is pinned until
+    `Acknowledge` gives it up. `ordered` says what proves that the rows are no longer read or written by the engine.
+    """
+
+    seq: int
+    engine_id: int
+    conversation: str
+    rows: tuple[bytes, ...]
+    slot: int
+    ordered: str
+    image_id: int = 0
+    tokens: int = -1
+    take: bool = False
+    deadline_s: float = 30.0
+
+
+class Acknowledge(Message, frozen=True, tag="acknowledge"):
+    """The taker has its rows: give the image up."""
+
+    seq: int
+    engine_id: int
+    image_id: int
+
+
+class Mark(Message, frozen=True, tag="mark"):
+    """Mark a slot ``clean``, ``dirty`` or ``poisoned``; a poisoned slot is never captured."""
+
+    seq: int
+    engine_id: int
+    slot: int
+    mark: str
+
+
+class Lookup(Message, frozen=True, tag="lookup"):
+    """Longest published prefix of `tokens` in the engine's namespace and fingerprint."""
+
+    seq: int
+    engine_id: int
+    tokens: bytes
+
+
+class Drop(Message, frozen=True, tag="drop"):
+    """Drop the image of a conversation (pinned images only with `force`)."""
+
+    seq: int
+    namespace: str
+    conversation: str
+    force: bool = False
+
+
+class Clear(Message, frozen=True, tag="clear"):
+    """Drop every image of a namespace that is not pinned."""
+
+    seq: int
+    namespace: str
+
+
+class Pin(Message, frozen=True, tag="pin"):
+    """Pin (`pinned`) or unpin an image: pinned images are never evicted."""
+
+    seq: int
+    namespace: str
+    conversation: str
+    pinned: bool
+
+
+class Stats(Message, frozen=True, tag="stats"):
+    """Everything `stratactl status` shows."""
+
+    seq: int
+
+
+class ListImages(Message, frozen=True, tag="list"):
+    """Published images of one namespace, or of all that the caller may see (empty name), in order of their id."""
+
+    seq: int
+    namespace: str = ""
+    after_image_id: int = 0
+    limit: int = 1000
+
+
+class Show(Message, frozen=True, tag="show"):
+    """One image with its chunks."""
+
+    seq: int
+    namespace: str
+    conversation: str
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """Stop the operation of request `target_seq` between two slices; that request then gets its final reply."""
+
+    seq: int
+    target_seq: int
+
+
+class Goodbye(Message, frozen=True, tag="goodbye"):
+    """The client closes on purpose."""
+
+    seq: int
+
+
+Request: TypeAlias = (
+    Hello
+    | Register
+    | Unregister
+    | Capture
+    | Restore
+    | Acknowledge
+    | Mark
+    | Lookup
+    | Drop
+    | Clear
+    | Pin
+    | Stats
+    | ListImages
+    | Show
+    | Cancel
+    | Goodbye
+)
+
+# --- daemon to client ------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """Answer to `Hello`. A new `start_id` means a new daemon: register again."""
+
+    seq: int
+    version: int
+    start_id: bytes
+    pid: int
+    instance: str
+    package_hash: str
+    commit: str
+    max_message_bytes: int
+    chunk_tokens: int
+    parallel: bool
+    admin: bool
+
+
+class Registered(Message, frozen=True, tag="registered"):
+    """The engine's number and the processes that serve its stages."""
+
+    seq: int
+    engine_id: int
+    workers: tuple[WorkerProcess, ...]
+
+
+class Done(Message, frozen=True, tag="done"):
+    """Final reply of requests that return nothing but a count (of images dropped, for instance)."""
+
+    seq: int
+    count: int = 0
+
+
+class WorkersChanged(Message, frozen=True, tag="workers_changed"):
+    """A worker of an engine was started again (`seq` is -1: no request asked for it). Sent before the new process gets
+    any job of the engine, so that a client always knows whose death frees its rows.
+    """
+
+    seq: int
+    engine_id: int
+    workers: tuple[WorkerProcess, ...]
+
+
+class Progress(Message, frozen=True, tag="progress"):
+    """A ticket moved on: ``accepted`` or ``source_free``. Sent only when the final reply is not due at once; the final
+    reply of a capture implies both.
+    """
+
+    seq: int
+    state: str
+
+
+class Captured(Message, frozen=True, tag="captured"):
+    """The image is published. `tokens` may be less than asked for where planes cannot locate tokens inside a block."""
+
+    seq: int
+    image_id: int
+    tokens: int
+    image_bytes: int
+    new_bytes: int
+    stages: tuple[StageOutcome, ...]
+
+
+class Restored(Message, frozen=True, tag="restored"):
+    """The rows hold the image's first `tokens` tokens, every chunk verified."""
+
+    seq: int
+    image_id: int
+    tokens: int
+    image_bytes: int
+    stages: tuple[StageOutcome, ...]
+
+
+class Found(Message, frozen=True, tag="found"):
+    """Answer to `Lookup`: `match` is ``hit`` or ``miss``; `tokens` of the asked ones are in the image."""
+
+    seq: int
+    match: str
+    image_id: int = 0
+    conversation: str = ""
+    tokens: int = 0
+    image_tokens: int = 0
+
+
+class StatsReply(Message, frozen=True, tag="stats_reply"):
+    """State of the daemon at one instant. `counters` are totals since start; sizes are bytes."""
+
+    seq: int
+    instance: str
+    pid: int
+    uptime_s: float
+    health: str
+    workers: tuple[WorkerInfo, ...]
+    engines: tuple[EngineInfo, ...]
+    ops: tuple[OpInfo, ...]
+    images: int
+    chunks: int
+    budget_bytes: int
+    budget_images: int
+    published_bytes: int
+    staged_bytes: int
+    free_bytes: int
+    memory: tuple[ProcessMemory, ...]
+    counters: dict[str, int]
+    settings: dict[str, str]
+
+
+class Images(Message, frozen=True, tag="images"):
+    """Answer to `ListImages`; `more` says that the limit cut it."""
+
+    seq: int
+    images: tuple[ImageInfo, ...]
+    more: bool
+
+
+class ImageDetail(Message, frozen=True, tag="image"):
+    """Answer to `Show`: the image, its fingerprint, and for each chunk its stage, kind, rows, place and digest."""
+
+    seq: int
+    image: ImageInfo
+    fingerprint: dict[str, str]
+    chunks: tuple["ChunkInfo", ...]
+
+
+class ChunkInfo(msgspec.Struct, frozen=True):
+    """One chunk of an image. `extents` are packed as one place (see `shm.extent`); `segments` names the shuttles."""
+
+    stage: int
+    is_state: bool
+    token_count: int
+    length_bytes: int
+    references: int
+    algorithm: str
+    digest: bytes
+    extents: bytes
+    segments: tuple[str, ...]
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """Final reply of a request that failed. `code` is one of `stratad.errors`; `stage` is the lowest failing one (-1:
+    none). `seq` is -1 where the request could not be read at all.
+    """
+
+    seq: int
+    code: str
+    message: str
+    stage: int = -1
+    stages: tuple[StageOutcome, ...] = ()
+    start_id: bytes = b""
+    detail: dict[str, str] = {}
+
+
+Reply: TypeAlias = (
+    Welcome
+    | Registered
+    | WorkersChanged
+    | Done
+    | Progress
+    | Captured
+    | Restored
+    | Found
+    | StatsReply
+    | Images
+    | ImageDetail
+    | Failed
+)
+
+# --- supervisor to worker --------------------------------------------------------------------------------------------
+
+
+class MakeShuttle(Message, frozen=True, tag="make_shuttle"):
+    """Create (or with `adopt` attach) a shuttle, reserve it, map it, page-lock it. Answer: `ShuttleReady` or
+    `ShuttleFailed`.
+    """
+
+    index: int
+    segment: str
+    shuttle_bytes: int
+    adopt: bool
+
+
+class OpenPool(Message, frozen=True, tag="open_pool"):
+    """Map an engine's pool and prove it by the stage's probe. A memfd comes over the worker's lifeline under
+    `descriptor` first. `engine_pid` and `engine_start_ticks` let the worker see that the engine is alive.
+    """
+
+    pool: int
+    stage: Stage
+    engine_pid: int
+    engine_start_ticks: int
+
+
+class ClosePool(Message, frozen=True, tag="close_pool"):
+    """Unmap a pool once no job uses it. Answer: `PoolClosed`."""
+
+    pool: int
+
+
+class CaptureJob(Message, frozen=True, tag="capture_job"):
+    """Copy rows of a pool into places. The chunks are `layout.chunks(tokens, with_state=state_slot >= 0)`, in that
+    order, one place each. `poll_event` asks the worker to poll the pool's event before it starts.
+    """
+
+    job: int
+    pool: int
+    rows: bytes
+    tokens: int
+    places: bytes
+    poll_event: bool
+    state_slot: int = -1
+
+
+class RestoreJob(Message, frozen=True, tag="restore_job"):
+    """Verify places against `digests` and copy them into rows of a pool.
+
+    The chunks are those of the whole image (`image_tokens`); only the first `tokens` are written. `algorithms` names
+    the digest algorithm of each chunk in order, or a single one for all of them.
+    """
+
+    job: int
+    pool: int
+    rows: bytes
+    image_tokens: int
+    tokens: int
+    places: bytes
+    digests: bytes
+    algorithms: tuple[str, ...]
+    poll_event: bool
+    state_slot: int = -1
+
+
+class CancelJob(Message, frozen=True, tag="cancel_job"):
+    """Stop a job between two slices; it then ends with `JobFailed` and code ``cancelled``."""
+
+    job: int
+
+
+class TakeCensus(Message, frozen=True, tag="take_census"):
+    """Ask for the worker's counters."""
+
+    census: int
+
+
+class StopWorker(Message, frozen=True, tag="stop_worker"):
+    """Finish the current copies, then exit with status 0."""
+
+
+Command: TypeAlias = MakeShuttle | OpenPool | ClosePool | CaptureJob | RestoreJob | CancelJob | TakeCensus | StopWorker
+
+# --- worker to supervisor --------------------------------------------------------------------------------------------
+
+
+class WorkerHello(Message, frozen=True, tag="worker_hello"):
+    """First message of a worker. `token` is the secret of its spec."""
+
+    worker: str
+    generation: int
+    token: bytes
+    pid: int
+    version: int
+
+
+class WorkerReady(Message, frozen=True, tag="worker_ready"):
+    """The device works and every kernel gave its known answer. `start_s` counts from the fork."""
+
+    device: str
+    device_name: str
+    digest_algorithm: str
+    key_id: bytes
+    digest_path: str
+    cpus: tuple[int, ...]
+    start_s: float
+    device_bytes: int = 0
+
+
+class ShuttleReady(Message, frozen=True, tag="shuttle_ready"):
+    """A shuttle may be used. `locked` says that it is page-locked (always so on GPUs, never on `cpu`)."""
+
+    index: int
+    locked: bool
+    make_s: float
+
+
+class ShuttleFailed(Message, frozen=True, tag="shuttle_failed"):
+    """A shuttle could not be had: which limit, what was wanted, what there was."""
+
+    index: int
+    code: str
+    message: str
+    wanted_bytes: int
+    free_bytes: int
+
+
+class PoolOpened(Message, frozen=True, tag="pool_opened"):
+    """The pool is mapped and its probe agreed."""
+
+    pool: int
+
+
+class PoolFailed(Message, frozen=True, tag="pool_failed"):
+    """The pool could not be used."""
+
+    pool: int
+    code: str
+    message: str
+
+
+class PoolClosed(Message, frozen=True, tag="pool_closed"):
+    """The mapping is gone."""
+
+    pool: int
+
+
+class SourceFree(Message, frozen=True, tag="source_free"):
+    """A capture no longer reads the rows, although the copy has not ended."""
+
+    job: int
+
+
+class JobDone(Message, frozen=True, tag="job_done"):
+    """A job ended well. `digests` holds those of a capture, in chunk order."""
+
+    job: int
+    moved_bytes: int
+    digest_s: float
+    copy_s: float
+    digests: bytes = b""
+
+
+class JobFailed(Message, frozen=True, tag="job_failed"):
+    """A job failed. `chunk` is the number of the offending chunk or -1. `rows_undefined` are rows already written or
+    partly written by a restore; with `state_undefined` the slot's state too. `sticky` says that the device is of no
+    more use: the worker exits after this message.
+    """
+
+    job: int
+    code: str
+    message: str
+    chunk: int = -1
+    rows_undefined: bytes = b""
+    state_undefined: bool = False
+    sticky: bool = False
+    moved_bytes: int = 0
+
+
+class Census(Message, frozen=True, tag="census"):
+    """Counters of a worker: streams, events, staging_bytes, registrations, pools, jobs_done, ..."""
+
+    census: int
+    resources: dict[str, int]
+
+
+Report: TypeAlias = (
+    WorkerHello
+    | WorkerReady
+    | ShuttleReady
+    | ShuttleFailed
+    | PoolOpened
+    | PoolFailed
+    | PoolClosed
+    | SourceFree
+    | JobDone
+    | JobFailed
+    | Census
+)
+
+# --- supervisor and template -----------------------------------------------------------------------------------------
+
+
+class WorkerSpec(Message, frozen=True, tag="fork"):
+    """Order to the template: fork one worker. Everything a worker is told at birth.
+
+    `digest_key` is the host's 256-bit seed; it never leaves the daemon's processes and is never logged. `faults` is
+    empty except in tests (see `workers.faulty`).
+    """
+
+    worker: str
+    device: str
+    generation: int
+    token: bytes
+    worker_socket: str
+    life_socket: str
+    cpus: tuple[int, ...]
+    digest_key: bytes
+    slice_bytes: int
+    staging_bytes: int
+    inline_bytes: int
+    link_bytes_per_s: float
+    max_message_bytes: int
+    log_level: str
+    log_format: str = "text"
+    faults: dict[str, str] = {}
+
+
+TemplateOrder: TypeAlias = WorkerSpec
+
+
+class Forked(Message, frozen=True, tag="forked"):
+    """The template forked a worker; its pidfd travels with this message."""
+
+    worker: str
+    generation: int
+    pid: int
+
+
+class Exited(Message, frozen=True, tag="exited"):
+    """A worker was reaped: exit status, or minus the signal's number."""
+
+    pid: int
+    status: int
+
+
+class TemplateReady(Message, frozen=True, tag="template_ready"):
+    """The template has imported what workers need."""
+
+    import_s: float
+
+
+TemplateNews: TypeAlias = Forked | Exited | TemplateReady

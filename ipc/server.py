@@ -1,0 +1,226 @@
+"""The ROUTER end: one socket, many peers, and no peer that can hold up the others.
+
+A frame for a peer whose pipe is full waits in a queue of its own, bounded in count and bytes; a peer that does not read
+fills only that. ZeroMQ does not say when one peer of many becomes writable, so while `pending_count` is above zero the
+loop calls `flush` at each turn and does not wait longer than `FLUSH_S` between two turns.
+"""
+
+import enum
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+import zmq
+
+from ipc.rundir import SOCKET_MODE, check_socket_path, prepare_directory
+
+FLUSH_S: Final = 0.005
+# Long enough for a last reply to leave, short enough for a stop; without a bound a dead peer would hang the end.
+LINGER_MS: Final = 200
+# Messages in ZeroMQ's own pipes, per peer and direction; times the largest message it is what one peer can pile up.
+HIGH_WATER_COUNT: Final = 64
+QUEUE_COUNT: Final = 1024
+QUEUE_BYTES: Final = 64 * 1024 * 1024
+
+ZmqContext = zmq.Context[zmq.Socket[bytes]]
+
+
+class Sent(enum.Enum):
+    """What became of a frame."""
+
+    SENT = "sent"
+    QUEUED = "queued"
+    FULL = "full"  # refused: the peer does not read; what was queued before stays queued
+    TOO_LARGE = "too_large"  # refused: above max_message_bytes
+    UNREACHABLE = "unreachable"  # the peer has gone; its queue is dropped
+
+
+class Incoming(NamedTuple):
+    """A message from a peer. `frame_count` counts the frames after the identity: anything but 1 is no message of ours,
+    and `frame` is then empty.
+    """
+
+    peer: bytes
+    frame: bytes
+    frame_count: int
+
+
+class RouterServer:
+    """A bound ROUTER socket with its queues. For one thread."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        context: ZmqContext | None,
+        path: Path,
+        *,
+        max_message_bytes: int,
+        queue_count: int,
+        queue_bytes: int,
+    ) -> None:
+        self._socket = socket
+        self._own_context = context
+        self._path = path
+        self._max_message_bytes = max_message_bytes
+        self._queue_count = queue_count
+        self._queue_bytes = queue_bytes
+        self._queues: dict[bytes, deque[bytes]] = {}
+        self._queued_bytes: dict[bytes, int] = {}
+
+    @classmethod
+    def bind(
+        cls,
+        path: Path,
+        *,
+        max_message_bytes: int,
+        high_water_count: int = HIGH_WATER_COUNT,
+        queue_count: int = QUEUE_COUNT,
+        queue_bytes: int = QUEUE_BYTES,
+        linger_ms: int = LINGER_MS,
+        context: ZmqContext | None = None,
+    ) -> Self:
+        """Listen at `path`; its directory is made or checked first (see `ipc.rundir`).
+
+        The caller holds the instance lock: ZeroMQ takes over whatever socket lies at the path. A `context` that is
+        passed in stays the caller's.
+
+        Raises:
+            RunDirError: the path or its directory cannot be used.
+            zmq.ZMQError: the socket cannot be bound.
+        """
+        check_socket_path(path)
+        prepare_directory(path.parent)
+        used = ZmqContext() if context is None else context
+        own = used if context is None else None
+        socket = used.socket(zmq.ROUTER)
+        try:
+            socket.set(zmq.LINGER, linger_ms)
+            socket.set(zmq.ROUTER_MANDATORY, 1)
+            socket.set(zmq.MAXMSGSIZE, max_message_bytes)
+            socket.set(zmq.SNDHWM, high_water_count)
+            socket.set(zmq.RCVHWM, high_water_count)
+            socket.bind(f"ipc://{path}")
+            path.chmod(SOCKET_MODE)
+        except BaseException:
+            socket.close(0)
+            if own is not None:
+                own.term()
+            raise
+        return cls(
+            socket,
+            own,
+            path,
+            max_message_bytes=max_message_bytes,
+            queue_count=queue_count,
+            queue_bytes=queue_bytes,
+        )
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """For a `zmq.Poller`; read and written only through this object."""
+        return self._socket
+
+    def fileno(self) -> int:
+        """ZeroMQ's own descriptor. It is edge-triggered: whoever polls it must call `recv_all` until it gives less
+        than its limit, also after each send, before polling again.
+        """
+        return self._socket.fileno()
+
+    @property
+    def pending_count(self) -> int:
+        """Frames that wait in the queues."""
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that wait in the queues."""
+        return sum(self._queued_bytes.values())
+
+    def recv_all(self, limit: int) -> list[Incoming]:
+        """Up to `limit` messages that are there now."""
+        found: list[Incoming] = []
+        while len(found) < limit:
+            try:
+                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            found.append(Incoming(peer, frames[0] if len(frames) == 1 else b"", len(frames)))
+        return found
+
+    def send(self, peer: bytes, frame: bytes) -> Sent:
+        """Send or queue one frame; frames of one peer keep their order. Never waits, never raises for a peer's sake."""
+        if len(frame) > self._max_message_bytes:
+            return Sent.TOO_LARGE
+        queue = self._queues.get(peer)
+        if queue is None:
+            result = self._try_send(peer, frame)
+            if result is not Sent.QUEUED:
+                return result
+            queue = self._queues[peer] = deque()
+            self._queued_bytes[peer] = 0
+        if len(queue) >= self._queue_count or self._queued_bytes[peer] + len(frame) > self._queue_bytes:
+            return Sent.FULL
+        queue.append(frame)
+        self._queued_bytes[peer] += len(frame)
+        return Sent.QUEUED
+
+    def flush(self) -> list[bytes]:
+        """Send from the queues what the peers now take; returns the peers that turned out to be gone.
+
+        ZeroMQ lets go of a dead peer only once `recv_all` has read to the end of what came from it.
+        """
+        gone: list[bytes] = []
+        for peer in list(self._queues):
+            queue = self._queues[peer]
+            while queue:
+                result = self._try_send(peer, queue[0])
+                if result is not Sent.SENT:
+                    break
+                self._queued_bytes[peer] -= len(queue.popleft())
+            else:
+                result = Sent.SENT
+            if result is Sent.UNREACHABLE:
+                gone.append(peer)
+            if result is not Sent.QUEUED:
+                self.forget(peer)
+        return gone
+
+    def forget(self, peer: bytes) -> None:
+        """Drop what is queued for a peer."""
+        self._queues.pop(peer, None)
+        self._queued_bytes.pop(peer, None)
+
+    def close(self) -> None:
+        """Close the socket and remove its name, still under the instance lock. What ZeroMQ has taken over leaves within
+        the linger, the queues are dropped.
+        """
+        if not self._socket.closed:
+            self._path.unlink(missing_ok=True)
+        self._queues.clear()
+        self._queued_bytes.clear()
+        self._socket.close()
+        if self._own_context is not None:
+            self._own_context.term()
+            self._own_context = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _try_send(self, peer: bytes, frame: bytes) -> Sent:
+        """SENT, QUEUED (the pipe is full: it should be queued) or UNREACHABLE."""
+        try:
+            self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
+        except zmq.Again:
+            return Sent.QUEUED
+        except zmq.ZMQError as exc:
+            # EHOSTUNREACH as a rule; whatever else it is, this peer does not get the frame and the loop goes on.
+            if exc.errno in (zmq.ETERM, zmq.ENOTSOCK):
+                raise
+            return Sent.UNREACHABLE
+        return Sent.SENT

@@ -1,0 +1,41 @@
+"""``stratad`` and ``python -m stratad``: start the daemon.
+
+Exit status: 0 after a graceful stop, 1 it could not start, 2 bad configuration, 3 the instance is served already.
+"""
+
+import logging
+import os
+import sys
+
+from ipc.logs import setup_logs
+from stratad.config import ConfigError, load_config, render_config
+from stratad.daemon import run
+from stratad.lock import InstanceLocked
+
+
+def main() -> int:
+    """Entry point of the daemon."""
+    try:
+        config = load_config(sys.argv[1:], os.environ)
+    except ConfigError as exc:
+        print(f"stratad: {exc}", file=sys.stderr)
+        return 2
+    if config.print_config:
+        sys.stdout.write(render_config(config))
+        return 0
+    sink = setup_logs(config.log.level, config.log.format)
+    log = logging.getLogger("stratad")
+    try:
+        return run(config)
+    except InstanceLocked as exc:
+        log.error("%s", exc)
+        return 3
+    except (OSError, ValueError) as exc:
+        log.error("cannot start: %s", exc)
+        return 1
+    finally:
+        sink.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,552 @@
+"""An engine as its own process sees it: registered stages, marks, operations and the rows they fence."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+from ipc.messages import (
+    Acknowledge,
+    Cancel,
+    Capture,
+    Captured,
+    Done,
+    Found,
+    Lookup,
+    Mark,
+    Request,
+    Restore,
+    Restored,
+    Unregister,
+    WorkerProcess,
+)
+from stratad._arguments import RowsLike, StageLimits, TokensLike, pack_tokens, rows_per_stage
+from stratad._calls import Call
+from stratad._fences import AnyTicket, Fences, rows_busy
+from stratad._registration import Registration
+from stratad._stages import StageExport
+from stratad.errors import StratadError, UsageError
+from stratad.tickets import Ticket
+
+if TYPE_CHECKING:
+    from stratad._connection import Connection
+    from stratad.client import Client
+
+MarkName = Literal["clean", "dirty", "poisoned"]
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest published prefix that `Engine.lookup` found: the first `tokens` of the asked ones are in the
+    image.
+    """
+
+    image_id: int
+    conversation: str
+    tokens: int
+    image_tokens: int
+
+
+class _StageHold:
+    """Why a pool of a stage must stay open."""
+
+    def __init__(self, engine: "Engine", stage: int) -> None:
+        self._engine = engine
+        self._stage = stage
+
+    def reason(self) -> StratadError | None:
+        return self._engine.why_stage_held(self._stage)
+
+
+class Engine:
+    """A registered engine. Made by `Client.register`; stays valid over restarts of the daemon. Thread-safe.
+
+    Rows are those of one operation in token order (see `stratad._arguments.parse_rows`): `rows` for all stages alike,
+    or `rows_by_stage` with one entry a stage. `slot` is the engine's own number of a slot. `deadline_s` None means
+    the client's default.
+    """
+
+    def __init__(
+        self,
+        client: "Client",
+        name: str,
+        namespace: str,
+        fingerprint: Mapping[str, str],
+        exports: tuple[StageExport, ...],
+    ) -> None:
+        self.name: Final = name
+        self.namespace: Final = namespace
+        self.layouts: Final = tuple(export.layout for export in exports)
+        self.registration: Final = Registration(
+            client.pump,
+            namespace=namespace,
+            name=name,
+            fingerprint=fingerprint,
+            exports=exports,
+            deadline_s=client.default_deadline_s,
+        )
+        self._client = client
+        self._pump = client.pump
+        self._has_event = any(export.ordered == "event" for export in exports)
+        self._fences = Fences(client.pump, self.layouts)
+        self._limits = tuple(StageLimits(layout.rows, layout.tokens_per_row) for layout in self.layouts)
+        states = [layout.state.slots for layout in self.layouts if layout.state is not None]
+        self._state_slots = min(states) if states else None
+        self.registration.on_first = self.registered_first
+        self.registration.needed_proofs = self._fences.proofs
+        self._holds = tuple(_StageHold(self, stage) for stage in range(len(exports)))
+
+    # --- operations --------------------------------------------------------------------------------------------------
+
+    def capture(
+        self,
+        conversation: str,
+        tokens: TokensLike,
+        rows: RowsLike | None = None,
+        slot: int = 0,
+        *,
+        rows_by_stage: Sequence[RowsLike] | None = None,
+        state_position: int = -1,
+        deadline_s: float | None = None,
+    ) -> Ticket[Captured]:
+        """Start to capture `tokens` out of the rows into an image of `conversation`; returns at once.
+
+        The copy is ordered after all work that is on the stages' current streams now. The rows must not be written
+        until the ticket is source free. `state_position` is the token position of the slot's state, where stages have
+        one.
+
+        Raises:
+            UsageError: the arguments contradict each other or the registration.
+            Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
+        """
+        self._client.check_process()
+        packed = pack_tokens(tokens)
+        count = len(packed) // 4
+        parsed = rows_per_stage(self._limits, rows, rows_by_stage, count)
+        self._check_slot(slot)
+        self._check_state(state_position, count)
+        ordered = self._order()
+        packed_rows = tuple(entry.packed for entry in parsed)
+
+        def build(link: "Connection", seq: int) -> Request:
+            ticket.sent_by(link, self.registration.engine_id, self.registration.workers)
+            return Capture(
+                seq,
+                self.registration.engine_id,
+                conversation,
+                packed,
+                packed_rows,
+                slot,
+                ordered,
+                state_position,
+                call.remaining_s(),
+            )
+
+        call = self._call("capture", build, Captured, deadline_s, retry=True)
+        ticket: Ticket[Captured] = Ticket(
+            "capture",
+            self._pump,
+            call,
+            rows=parsed,
+            slot=slot,
+            cancel=self._send_cancel,
+            acknowledge=None,
+        )
+        self._start(ticket, call)
+        return ticket
+
+    def restore(
+        self,
+        conversation: str = "",
+        rows: RowsLike | None = None,
+        slot: int = 0,
+        *,
+        image_id: int = 0,
+        rows_by_stage: Sequence[RowsLike] | None = None,
+        tokens: int = -1,
+        deadline_s: float | None = None,
+    ) -> Ticket[Restored]:
+        """Start to restore the first `tokens` tokens (-1: all) of an image into the rows; returns at once.
+
+        The image is named by its conversation or by `image_id`. The rows are undefined until the result is there, and
+        after a failure those that the error's stages name.
+
+        Raises:
+            UsageError: the arguments contradict each other or the registration.
+            Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
+        """
+        return self._restore(
+            conversation,
+            rows,
+            slot,
+            image_id=image_id,
+            rows_by_stage=rows_by_stage,
+            tokens=tokens,
+            deadline_s=deadline_s,
+            take=False,
+        )
+
+    def take(
+        self,
+        conversation: str = "",
+        rows: RowsLike | None = None,
+        slot: int = 0,
+        *,
+        image_id: int = 0,
+        rows_by_stage: Sequence[RowsLike] | None = None,
+        tokens: int = -1,
+        deadline_s: float | None = None,
+    ) -> Ticket[Restored]:
+        """Like `restore`, and the image is given up once the ticket's `result` was asked for and is there."""
+        return self._restore(
+            conversation,
+            rows,
+            slot,
+            image_id=image_id,
+            rows_by_stage=rows_by_stage,
+            tokens=tokens,
+            deadline_s=deadline_s,
+            take=True,
+        )
+
+    async def capture_async(
+        self,
+        conversation: str,
+        tokens: TokensLike,
+        rows: RowsLike | None = None,
+        slot: int = 0,
+        *,
+        rows_by_stage: Sequence[RowsLike] | None = None,
+        state_position: int = -1,
+        deadline_s: float | None = None,
+    ) -> Captured:
+        """`capture` and its result."""
+        return await self.capture(
+            conversation,
+            tokens,
+            rows,
+            slot,
+            rows_by_stage=rows_by_stage,
+            state_position=state_position,
+            deadline_s=deadline_s,
+        )
+
+    async def restore_async(
+        self,
+        conversation: str = "",
+        rows: RowsLike | None = None,
+        slot: int = 0,
+        *,
+        image_id: int = 0,
+        rows_by_stage: Sequence[RowsLike] | None = None,
+        tokens: int = -1,
+        deadline_s: float | None = None,
+    ) -> Restored:
+        """`restore` and its result."""
+        return await self._restore(
+            conversation,
+            rows,
+            slot,
+            image_id=image_id,
+            rows_by_stage=rows_by_stage,
+            tokens=tokens,
+            deadline_s=deadline_s,
+            take=False,
+        )
+
+    async def take_async(
+        self,
+        conversation: str = "",
+        rows: RowsLike | None = None,
+        slot: int = 0,
+        *,
+        image_id: int = 0,
+        rows_by_stage: Sequence[RowsLike] | None = None,
+        tokens: int = -1,
+        deadline_s: float | None = None,
+    ) -> Restored:
+        """`take` and its result."""
+        return await self._restore(
+            conversation,
+            rows,
+            slot,
+            image_id=image_id,
+            rows_by_stage=rows_by_stage,
+            tokens=tokens,
+            deadline_s=deadline_s,
+            take=True,
+        )
+
+    def lookup(self, tokens: TokensLike, *, deadline_s: float | None = None) -> Match | None:
+        """The longest published prefix of `tokens` in this engine's namespace and fingerprint; None for a miss."""
+        return _match(self._client.wait(self._lookup_call(tokens, deadline_s), Found))
+
+    async def lookup_async(self, tokens: TokensLike, *, deadline_s: float | None = None) -> Match | None:
+        """`lookup` for coroutines."""
+        return _match(await self._client.wait_async(self._lookup_call(tokens, deadline_s), Found))
+
+    def mark(self, slot: int, mark: MarkName, *, deadline_s: float | None = None) -> None:
+        """Mark a slot; a poisoned one is never captured. A mark outlives the daemon: it is sent again to the next.
+
+        Raises:
+            UsageError: no such mark or slot.
+        """
+        call, undo = self._mark_call(slot, mark, deadline_s)
+        try:
+            self._client.wait(call, Done)
+        except UsageError:
+            undo()
+            raise
+
+    async def mark_async(self, slot: int, mark: MarkName, *, deadline_s: float | None = None) -> None:
+        """`mark` for coroutines."""
+        call, undo = self._mark_call(slot, mark, deadline_s)
+        try:
+            await self._client.wait_async(call, Done)
+        except UsageError:
+            undo()
+            raise
+
+    def unregister(self, *, deadline_s: float | None = None) -> None:
+        """Wait for operations that may touch the rows, then close the pools on the daemon's side. Images stay.
+        Idempotent.
+
+        Raises:
+            Busy: rows were still in use at the deadline (code ``rows_busy``); the engine stays registered.
+        """
+        self._client.check_process()
+        until_s = self._client.until_s(deadline_s)
+        for ticket in self.tickets:
+            if not ticket.wait_rows_free(max(until_s - time.monotonic(), 0.0)):
+                raise rows_busy(ticket, "unregister")
+        with self._pump.lock:
+            if self.registration.closed:
+                return
+            busy = self._fences.busy()
+            if busy:  # another thread began it meanwhile
+                raise rows_busy(busy[0], "unregister")
+            registered, engine_id = self.registration.registered, self.registration.engine_id
+            self.release()
+        if registered:
+            # The daemon that is lost meanwhile has forgotten the engine as well.
+            call = Call("unregister", lambda _, seq: Unregister(seq, engine_id), Done, until_s)
+            self._client.wait(call, Done, lost_is_done=True)
+
+    @property
+    def tickets(self) -> tuple[AnyTicket, ...]:
+        """Tickets whose rows are busy."""
+        self._pump.poll()
+        with self._pump.lock:
+            return tuple(self._fences.busy())
+
+    @property
+    def workers(self) -> tuple[WorkerProcess, ...]:
+        """The processes that serve the stages now."""
+        with self._pump.lock:
+            return tuple(worker.process for worker in self.registration.workers)
+
+    # --- for the client and the pools, under the pump's lock ---------------------------------------------------------
+
+    def registered_first(self) -> None:
+        """The first registration succeeded: from now on the pools ask before they are closed."""
+        for stage, export in enumerate(self.registration.exports):
+            export.attach(self._holds[stage])
+        self._client.remember(self)
+
+    def why_stage_held(self, stage: int) -> StratadError | None:
+        """Why the memory of a stage must stay, or None."""
+        self._pump.poll()
+        with self._pump.lock:
+            busy = self._fences.on_stage(stage)
+            if busy is not None:
+                return rows_busy(busy, "close the pool")
+            if not self.registration.closed:
+                return UsageError("bad_value", f"the pool is registered with engine {self.name!r}: unregister first")
+            self.still_fenced()
+            return None
+
+    def release(self) -> None:
+        """Forget the registration. Rows that are busy keep their stage's memory and what proves the end."""
+        if self.registration.closed:
+            return
+        self.registration.close()
+        self._client.forget(self)
+        self.still_fenced()
+
+    def still_fenced(self) -> bool:
+        """Whether any rows are busy; lets go of the memory of stages where none are, once released."""
+        if self.registration.closed:
+            for stage, export in enumerate(self.registration.exports):
+                if self._fences.on_stage(stage) is None:
+                    export.close(self._holds[stage])
+            self.registration.prune_proofs()
+        return bool(self._fences.busy())
+
+    def link_opened(self) -> None:
+        """There is a new connection: register again on it."""
+        self.registration.link_opened()
+
+    def workers_changed(self, workers: Sequence[WorkerProcess]) -> bool:
+        """Workers were started again; False: these cannot be this engine's."""
+        ours = self.registration.workers_changed(workers)
+        self._fences.workers_changed(self.registration.engine_id, self.registration.workers)
+        self.registration.prune_proofs()
+        return ours
+
+    def unresolved(self, start_id: bytes) -> bool:
+        """Whether a lost operation may still run in the living daemon `start_id`."""
+        return self._fences.unresolved(start_id)
+
+    def disown(self, start_id: bytes, engine_ids_in_flight: set[int]) -> None:
+        """Pass on which engines have operations in flight in the daemon `start_id`."""
+        self._fences.disown(start_id, engine_ids_in_flight)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _restore(
+        self,
+        conversation: str,
+        rows: RowsLike | None,
+        slot: int,
+        *,
+        image_id: int,
+        rows_by_stage: Sequence[RowsLike] | None,
+        tokens: int,
+        deadline_s: float | None,
+        take: bool,
+    ) -> Ticket[Restored]:
+        self._client.check_process()
+        if (not conversation) == (image_id == 0):
+            raise UsageError("bad_value", "give either conversation or image_id")
+        if tokens < -1 or tokens == 0:
+            raise UsageError("bad_tokens", f"tokens must be -1 (all) or above 0, got {tokens}")
+        parsed = rows_per_stage(self._limits, rows, rows_by_stage, tokens)
+        self._check_slot(slot)
+        ordered = self._order()
+        packed_rows = tuple(entry.packed for entry in parsed)
+
+        def build(link: "Connection", seq: int) -> Request:
+            ticket.sent_by(link, self.registration.engine_id, self.registration.workers)
+            return Restore(
+                seq,
+                self.registration.engine_id,
+                conversation,
+                packed_rows,
+                slot,
+                ordered,
+                image_id,
+                tokens,
+                take,
+                call.remaining_s(),
+            )
+
+        call = self._call("take" if take else "restore", build, Restored, deadline_s, retry=False)
+        ticket: Ticket[Restored] = Ticket(
+            call.name,
+            self._pump,
+            call,
+            rows=parsed,
+            slot=slot,
+            cancel=self._send_cancel,
+            acknowledge=self._send_acknowledge if take else None,
+        )
+        self._start(ticket, call)
+        return ticket
+
+    def _call(
+        self,
+        name: str,
+        build: "Callable[[Connection, int], Request]",
+        expected: type[object],
+        deadline_s: float | None,
+        *,
+        retry: bool,
+    ) -> Call:
+        return Call(
+            name,
+            build,
+            expected,
+            self._client.until_s(deadline_s),
+            owner=self.registration,
+            retry=retry,
+        )
+
+    def _start(self, ticket: AnyTicket, call: Call) -> None:
+        with self._pump.lock:
+            self._check_open()
+            self._fences.add(ticket, call.name)
+            self._pump.submit(call)
+        self._client.ask_about_lost()
+
+    def _check_open(self) -> None:
+        if self.registration.closed:
+            raise UsageError("not_registered", f"engine {self.name!r} is no longer registered")
+
+    def _check_slot(self, slot: int) -> None:
+        if slot < 0:
+            raise UsageError("bad_value", f"slot must be >= 0, got {slot}")
+        if self._state_slots is not None and slot >= self._state_slots:
+            raise UsageError("bad_state", f"there are states of slots 0..{self._state_slots - 1}, got {slot}")
+
+    def _check_state(self, position: int, tokens: int) -> None:
+        if position < -1 or position > tokens:
+            raise UsageError("bad_state", f"state_position must be -1 or 0..{tokens}, got {position}")
+        if self._state_slots is not None and position == -1:
+            raise UsageError("bad_state", "a stage has a state: say its token position (state_position)")
+        if self._state_slots is None and position != -1:
+            raise UsageError("bad_state", f"no stage has a state, got state_position {position}")
+
+    def _order(self) -> str:
+        """Order the operation after what is on the current streams; says how the daemon can see that."""
+        for export in self.registration.exports:
+            export.order()
+        return "event" if self._has_event else "host"
+
+    def _lookup_call(self, tokens: TokensLike, deadline_s: float | None) -> Call:
+        packed = pack_tokens(tokens)
+        self._check_open()
+        return self._call(
+            "lookup", lambda _, seq: Lookup(seq, self.registration.engine_id, packed), Found, deadline_s, retry=True
+        )
+
+    def _mark_call(self, slot: int, mark: MarkName, deadline_s: float | None) -> tuple[Call, Callable[[], None]]:
+        if mark not in get_args(MarkName):
+            raise UsageError("bad_value", f"mark must be one of {', '.join(get_args(MarkName))}, got {mark!r}")
+        self._check_slot(slot)
+        self._check_open()
+        with self._pump.lock:
+            # Remembered before it is sent: a poisoned slot must not come back clean because the daemon died in between.
+            before = self.registration.marks.get(slot)
+            self.registration.marks[slot] = mark
+
+        def undo() -> None:
+            with self._pump.lock:
+                if before is None:
+                    self.registration.marks.pop(slot, None)
+                else:
+                    self.registration.marks[slot] = before
+
+        call = self._call(
+            "mark", lambda _, seq: Mark(seq, self.registration.engine_id, slot, mark), Done, deadline_s, retry=False
+        )
+        return call, undo
+
+    def _send_acknowledge(self, image_id: int, until_s: float) -> Call:
+        call = Call(
+            "acknowledge",
+            lambda _, seq: Acknowledge(seq, self.registration.engine_id, image_id),
+            Done,
+            until_s,
+            owner=self.registration,
+        )
+        self._pump.submit(call)
+        return call
+
+    def _send_cancel(self, target_seq: int) -> None:
+        self._pump.submit(Call("cancel", lambda _, seq: Cancel(seq, target_seq), Done, time.monotonic()))
+
+
+def _match(found: Found) -> Match | None:
+    if found.match == "miss":
+        return None
+    return Match(found.image_id, found.conversation, found.tokens, found.image_tokens)

@@ -1,0 +1,190 @@
+"""An engine's standing with the daemon: on which connection it is registered, under which number, served by which
+processes.
+
+A registration outlives connections: on a new one the same stages are registered again, the marks are sent again, and
+only then the calls that waited. Workers may be replaced on a living connection; the daemon says so before they get a
+job.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, cast
+
+from ipc.messages import Done, Mark, Register, Registered, Request, Unregister, WorkerProcess
+from stratad._calls import Call
+from stratad._proofs import WorkerProof
+from stratad._pump import Pump
+from stratad._stages import StageExport
+from stratad.errors import Busy, PeerGone, ProtocolError, StratadError
+
+if TYPE_CHECKING:
+    from stratad._connection import Connection
+
+# Between two tries to register again where the daemon is not ready, or the probe met a write.
+RETRY_S: Final = 0.1
+
+
+class Registration:
+    """See the module. Every method is called under the pump's lock.
+
+    Attributes:
+        engine_id: the daemon's number of the engine; changes with every registration.
+        workers: the processes that serve the stages, one a stage.
+        marks: the last mark of every slot that was marked.
+        closed: nothing will be registered any more.
+    """
+
+    def __init__(
+        self,
+        pump: Pump,
+        *,
+        namespace: str,
+        name: str,
+        fingerprint: Mapping[str, str],
+        exports: tuple[StageExport, ...],
+        deadline_s: float,
+    ) -> None:
+        """`deadline_s` is what a repeated registration may take."""
+        self.namespace: Final = namespace
+        self.name: Final = name
+        self.fingerprint: Final = dict(fingerprint)
+        self.exports: Final = exports
+        self.engine_id = 0
+        self.workers: tuple[WorkerProof, ...] = ()
+        self.marks: dict[int, str] = {}
+        self.closed = False
+        self._pump = pump
+        self._deadline_s = deadline_s
+        self._link: Connection | None = None
+        self._in_flight: Call | None = None
+        self._retry_due = False
+        # Every proof that is open, former ones too as long as a ticket needs them.
+        self._proofs: list[WorkerProof] = []
+        self.on_first: Callable[[], None] = _nothing
+        self.needed_proofs: Callable[[], set[WorkerProof]] = set
+
+    @property
+    def registered(self) -> bool:
+        """Whether the engine is registered on the connection that is open now."""
+        return self._link is not None and self._link is self._pump.link
+
+    def ready_on(self, link: "Connection") -> bool:
+        """Whether calls may be sent on `link`; if not, the registration is on its way."""
+        if self._link is link:
+            return True
+        self._register_again()
+        return False
+
+    def workers_changed(self, workers: Sequence[WorkerProcess]) -> bool:
+        """The daemon started workers again, and tells so before they get any job; False: these cannot be ours."""
+        by_stage = {process.stage: process for process in workers}
+        link = self._link
+        if link is None or sorted(by_stage) != list(range(len(self.exports))):
+            return link is None
+        self._know(by_stage, link)
+        return True
+
+    def link_opened(self) -> None:
+        """There is a new connection."""
+        if self._in_flight is None or self._in_flight.name != "register":  # the first one is repeated by the pump
+            self._register_again()
+
+    def first_call(self, until_s: float) -> Call:
+        """The first registration; to be submitted by the caller."""
+        self._in_flight = self._make_call("register", until_s, retry=True)
+        return self._in_flight
+
+    def close(self) -> None:
+        """Register no more, prove only what is needed still."""
+        self.closed = True
+        self._link = None
+        self.workers = ()
+        self.prune_proofs()
+
+    def prune_proofs(self) -> None:
+        """Close the pidfds that nobody needs any more."""
+        needed = self.needed_proofs().union(self.workers)
+        for proof in self._proofs:
+            if proof not in needed:
+                proof.close()
+        self._proofs = [proof for proof in self._proofs if proof in needed]
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _register_again(self) -> None:
+        if not self.closed and self._in_flight is None and not self._retry_due:
+            self._in_flight = self._make_call("register again", time.monotonic() + self._deadline_s, retry=False)
+            self._pump.submit(self._in_flight)
+
+    def _make_call(self, name: str, until_s: float, *, retry: bool) -> Call:
+        def build(link: "Connection", seq: int) -> Request:
+            stages = tuple(export.wire(link, index) for index, export in enumerate(self.exports))
+            return Register(seq, self.namespace, self.name, self.fingerprint, stages, call.remaining_s())
+
+        call = Call(name, build, Registered, until_s, retry=retry, on_final=self._registered)
+        return call
+
+    def _registered(self, call: Call) -> None:
+        """The final reply of a registration, first or repeated."""
+        if self._in_flight is call:
+            self._in_flight = None
+        link = self._pump.link
+        if call.error is not None:
+            if call.name != "register" and not call.lost:
+                self._failed(call.error)
+            return
+        reply = cast("Registered", call.reply)
+        assert link is not None
+        if call.abandoned or self.closed:  # nobody wants it any more
+            self._unregister(reply.engine_id)
+            return
+        by_stage = {process.stage: process for process in reply.workers}
+        if sorted(by_stage) != list(range(len(self.exports))):
+            call.error = ProtocolError("bad_frame", f"the daemon named workers for stages {sorted(by_stage)}")
+            self._pump.fail(self, call.error)
+            return
+        first = self._link is None and not self._proofs
+        self.engine_id = reply.engine_id
+        self._link = link
+        self._know(by_stage, link)
+        if first:
+            self.on_first()
+        for slot, mark in self.marks.items():
+            self._pump.submit(_mark(reply.engine_id, slot, mark))
+        self._pump.flush(self)
+
+    def _know(self, by_stage: Mapping[int, WorkerProcess], link: "Connection") -> None:
+        known = {proof.process: proof for proof in self.workers}
+        wanted = [by_stage[stage] for stage in range(len(self.exports))]
+        self.workers = tuple(
+            known.get(process) or WorkerProof.open(process, same_pids=link.same_pids) for process in wanted
+        )
+        self._proofs.extend(proof for proof in self.workers if proof.process not in known)
+        self.prune_proofs()
+
+    def _failed(self, error: StratadError) -> None:
+        if isinstance(error, Busy | PeerGone) or error.code == "probe_failed":
+            # A daemon that has just started, or an engine that writes while both sides read the probe.
+            self._try_later()
+        else:
+            self._pump.fail(self, error)
+
+    def _try_later(self) -> None:
+        self._retry_due = True
+        self._pump.call_at(time.monotonic() + RETRY_S, self._retry)
+
+    def _retry(self) -> None:
+        self._retry_due = False
+        if self._pump.link is not None and self._pump.has_queued(self):
+            self._register_again()
+
+    def _unregister(self, engine_id: int) -> None:
+        self._pump.submit(Call("unregister", lambda _, seq: Unregister(seq, engine_id), Done, time.monotonic()))
+
+
+def _mark(engine_id: int, slot: int, mark: str) -> Call:
+    return Call("mark again", lambda _, seq: Mark(seq, engine_id, slot, mark), Done, time.monotonic())
+
+
+def _nothing() -> None:
+    """Until the engine says otherwise."""

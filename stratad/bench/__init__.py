@@ -1,0 +1,1 @@
+"""What `stratactl bench` runs: each measurement starts its own daemon, moves real bytes, and compares them."""

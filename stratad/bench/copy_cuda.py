@@ -1,0 +1,118 @@
+"""The copy benchmark's engine on a GPU; its limit is a page-locked copy of the same direction."""
+
+from collections.abc import Sequence
+from typing import Final, Self
+
+import torch
+
+from ipc.messages import Captured, Restored
+from stratad.bench.copy_layout import CopyShape, copy_shape
+from stratad.bench.cpu_engine import FINGERPRINT, NAMESPACE, token_ids
+from stratad.client import Client, Engine
+from stratad.ctl.exit_codes import ExitCode
+from stratad.ctl.output import CommandError
+from stratad.pools import StagePool
+
+_DEADLINE_S: Final = 120.0
+_DEVICE: Final = "cuda:0"
+# Long enough for the link to reach its rate, small enough to stay page-locked beside the shuttles.
+_LIMIT_BYTES: Final = 1 << 30
+_LIMIT_REPEATS: Final = 3
+
+
+def first_gpu_uuid() -> str:
+    """UUID of the card that torch counts first, as the daemon's configuration spells it.
+
+    Raises:
+        CommandError: torch sees no GPU.
+    """
+    if not torch.cuda.is_available():
+        what = f"torch {torch.__version__} sees no GPU"
+        raise CommandError(
+            ExitCode.FAILED, "foreign_device", what, "see `stratactl doctor --torch`, or use --device cpu"
+        )
+    return f"GPU-{torch.cuda.get_device_properties(_DEVICE).uuid}"
+
+
+class CudaSource:
+    """Stages on the first GPU. Owns their tensors, a copy of their bytes on the GPU, and a page-locked buffer."""
+
+    def __init__(self, engine: Engine, pools: Sequence[torch.Tensor], shape: CopyShape) -> None:
+        self.image_bytes: Final = shape.pool_bytes * len(pools)
+        self.device_name: Final = torch.cuda.get_device_name(_DEVICE)
+        self._engine = engine
+        self._pools = list(pools)
+        self._shape = shape
+        self._tokens = token_ids(shape.tokens, 0)
+        self._expected = [torch.empty_like(pool) for pool in pools]
+        self._page_locked = torch.empty(min(_LIMIT_BYTES, shape.pool_bytes), dtype=torch.uint8, pin_memory=True)
+
+    @classmethod
+    def register(cls, client: Client, layout: str, stages: int, image_bytes: int) -> Self:
+        """Allocate the pools and register them. Raises what the client raises."""
+        shape = copy_shape(layout, image_bytes // stages, client.welcome.chunk_tokens)
+        pools = [torch.empty(shape.pool_bytes, dtype=torch.uint8, device=_DEVICE) for _ in range(stages)]
+        torch.cuda.synchronize()
+        stage_pools = [StagePool(_DEVICE, shape.layout, pool) for pool in pools]
+        return cls(client.register("bench", NAMESPACE, FINGERPRINT, stage_pools), pools, shape)
+
+    def refill(self, number: int) -> None:
+        """New random bytes in every pool."""
+        torch.manual_seed(number)
+        for pool, expected in zip(self._pools, self._expected, strict=True):
+            expected.random_(0, 256)
+            pool.copy_(expected)
+        torch.cuda.synchronize()
+
+    def capture(self, conversation: str) -> Captured:
+        """Capture everything."""
+        ticket = self._engine.capture(conversation, self._tokens, rows=self._shape.rows, slot=0, deadline_s=_DEADLINE_S)
+        return ticket.result()
+
+    def restore(self, conversation: str) -> Restored:
+        """Restore everything."""
+        return self._engine.restore(conversation, rows=self._shape.rows, slot=0, deadline_s=_DEADLINE_S).result()
+
+    def wipe(self) -> None:
+        """Zero every pool."""
+        for pool in self._pools:
+            pool.zero_()
+        torch.cuda.synchronize()
+
+    def is_exact(self) -> bool:
+        """Compare every byte on the GPU."""
+        pairs = zip(self._pools, self._expected, strict=True)
+        return all(torch.equal(pool, expected) for pool, expected in pairs)
+
+    def limit_bytes_per_s(self, direction: str) -> float:
+        """The fastest of a few page-locked copies: the limit is what the link can do, not what it did once."""
+        on_device = self._expected[0][: self._page_locked.numel()]
+        # The bytes that a copy to the device writes are those it holds already.
+        self._page_locked.copy_(on_device)
+        source, destination = on_device, self._page_locked
+        if direction == "restore":
+            source, destination = destination, source
+        best_s = min(_timed_copy(source, destination) for _ in range(_LIMIT_REPEATS))
+        return self._page_locked.numel() / best_s
+
+    def close(self) -> None:
+        """Unregister and give all memory back."""
+        self._engine.unregister()
+        self._pools.clear()
+        self._expected.clear()
+        self._page_locked = torch.empty(0)
+        torch.cuda.empty_cache()
+
+
+def _timed_copy(source: torch.Tensor, destination: torch.Tensor) -> float:
+    """Seconds of one copy by the device's own clock."""
+    start, end = _timing_event(), _timing_event()
+    start.record()
+    destination.copy_(source, non_blocking=True)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

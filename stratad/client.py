@@ -1,0 +1,474 @@
+"""The client library: what an engine (or a tool) imports to talk to a running stratad.
+
+>>> with Client.connect() as client:
+...     pool = CpuPool.allocate(layout.end_bytes)
+...     engine = client.register("my-engine", "my-namespace", fingerprint, [StagePool("cpu:0", layout, pool)])
+...     image = engine.capture("conversation", tokens, rows=range(len(tokens)), slot=0).result()
+
+Blocking calls use the calling thread alone. Every call has a deadline and ends in a result or in one of
+`stratad.errors`. After a restart of the daemon the client connects and registers again by itself, at its next call.
+"""
+
+import math
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, TypeVar, cast
+
+import zmq
+
+from ipc.link import ZmqContext
+from ipc.messages import (
+    FINGERPRINT_REQUIRED,
+    Captured,
+    Clear,
+    Done,
+    Drop,
+    Goodbye,
+    ImageDetail,
+    ImageInfo,
+    Images,
+    ListImages,
+    Pin,
+    Registered,
+    Restored,
+    Show,
+    Stats,
+    StatsReply,
+    Welcome,
+    WorkersChanged,
+)
+from stratad._calls import FINAL, Call
+from stratad._connection import Connection
+from stratad._engine import Engine, MarkName, Match
+from stratad._pump import Pump
+from stratad._stages import export_stages
+from stratad.errors import DeadlineExceeded, Lost, StratadError, UsageError
+from stratad.paths import PathError, SocketPaths, default_run_dir, socket_paths
+from stratad.pools import CpuPool, StagePool
+from stratad.tickets import Ticket
+
+__all__ = [
+    "Captured",
+    "Client",
+    "CpuPool",
+    "Engine",
+    "ImageDetail",
+    "ImageInfo",
+    "MarkName",
+    "Match",
+    "Restored",
+    "StagePool",
+    "StatsReply",
+    "Ticket",
+]
+
+DEFAULT_DEADLINE_S: Final = 30.0
+# How long `close` waits for operations in flight to be cancelled, and for the daemon to hear the goodbye.
+CLOSE_S: Final = 5.0
+_GOODBYE_S: Final = 1.0
+_PAGE_IMAGES: Final = 1000
+
+ReplyT = TypeVar("ReplyT")
+
+_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
+# Engines of closed clients whose rows a worker may still write: their memory must not go back to an allocator yet.
+_fenced: list[Engine] = []
+
+
+class Client:
+    """A connection to the daemon of one instance. Thread-safe; of no use in a forked child.
+
+    Attributes:
+        paths: the sockets in use.
+        default_deadline_s: deadline of calls that name none.
+    """
+
+    def __init__(
+        self, paths: SocketPaths, name: str, default_deadline_s: float, context: ZmqContext, wake_fd: int
+    ) -> None:
+        """See `connect`. Owns `context` and `wake_fd`."""
+        self.paths: Final = paths
+        self.default_deadline_s: Final = default_deadline_s
+        self.pump: Final = Pump(
+            self._open, self._opened, self._workers_changed, wake_fd=wake_fd, where=str(paths.directory)
+        )
+        self._name = name
+        self._context = context
+        self._pid = os.getpid()
+        self._engines: list[Engine] = []
+        self._welcome: Welcome | None = None
+        self._asking = False
+        self._closed = False
+
+    @classmethod
+    def connect(
+        cls,
+        run_dir: str | os.PathLike[str] | None = None,
+        instance: str = "default",
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        name: str = "",
+    ) -> Self:
+        """Connect to the daemon of `instance`, waiting for one up to `deadline_s`, which is also what later calls may
+        take.
+
+        `run_dir` None: where a daemon of this user keeps its sockets by default. `name` shows in the daemon's logs.
+
+        Raises:
+            DeadlineExceeded: no daemon answered.
+            UsageError: no such run directory or instance can be.
+            ProtocolError: the daemon speaks another version.
+        """
+        _check_deadline(deadline_s)
+        try:
+            directory = default_run_dir(os.environ, os.getuid()) if run_dir is None else Path(run_dir).absolute()
+            paths = socket_paths(directory, instance)
+        except PathError as exc:
+            raise UsageError("bad_value", str(exc)) from exc
+        wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        client = cls(paths, name, deadline_s, zmq.Context(), wake_fd)
+        _clients.add(client)
+        try:
+            call = Call("connect", None, None, client.until_s(None))
+            client.pump.submit(call)
+            client.wait(call, object)
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    # --- engines -----------------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        engine: str,
+        namespace: str,
+        fingerprint: Mapping[str, str],
+        stages: Sequence[StagePool],
+        *,
+        deadline_s: float | None = None,
+    ) -> Engine:
+        """Register an engine with all its stages, in order. The workers prove by a probe that they see the same memory.
+
+        `fingerprint` names what must match for bytes to mean the same; it needs the keys model, revision, dtype,
+        kv_format and engine_build. The memory of the stages must stay as it is until `Engine.unregister`.
+
+        Raises:
+            UsageError: a stage that cannot be served (see `stratad._stages.export_stages`), an incomplete fingerprint.
+        """
+        made, call = self._register_call(engine, namespace, fingerprint, stages, deadline_s)
+        try:
+            self.wait(call, Registered)
+        except BaseException:
+            made.release()
+            raise
+        return made
+
+    async def register_async(
+        self,
+        engine: str,
+        namespace: str,
+        fingerprint: Mapping[str, str],
+        stages: Sequence[StagePool],
+        *,
+        deadline_s: float | None = None,
+    ) -> Engine:
+        """`register` for coroutines."""
+        made, call = self._register_call(engine, namespace, fingerprint, stages, deadline_s)
+        try:
+            await self.wait_async(call, Registered)
+        except BaseException:
+            made.release()
+            raise
+        return made
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Engines that are registered."""
+        with self.pump.lock:
+            return tuple(self._engines)
+
+    # --- images and the daemon ---------------------------------------------------------------------------------------
+
+    def drop(self, namespace: str, conversation: str, *, force: bool = False, deadline_s: float | None = None) -> int:
+        """Drop the image of a conversation (a pinned one only with `force`); returns how many went."""
+        return self.wait(self._drop_call(namespace, conversation, force, deadline_s), Done).count
+
+    async def drop_async(
+        self, namespace: str, conversation: str, *, force: bool = False, deadline_s: float | None = None
+    ) -> int:
+        """`drop` for coroutines."""
+        return (await self.wait_async(self._drop_call(namespace, conversation, force, deadline_s), Done)).count
+
+    def clear(self, namespace: str, *, deadline_s: float | None = None) -> int:
+        """Drop every image of a namespace that is not pinned; returns how many went."""
+        return self.wait(self._clear_call(namespace, deadline_s), Done).count
+
+    async def clear_async(self, namespace: str, *, deadline_s: float | None = None) -> int:
+        """`clear` for coroutines."""
+        return (await self.wait_async(self._clear_call(namespace, deadline_s), Done)).count
+
+    def pin(self, namespace: str, conversation: str, *, pinned: bool = True, deadline_s: float | None = None) -> None:
+        """Pin or unpin the image of a conversation; a pinned one is never evicted."""
+        self.wait(self._pin_call(namespace, conversation, pinned, deadline_s), Done)
+
+    async def pin_async(
+        self, namespace: str, conversation: str, *, pinned: bool = True, deadline_s: float | None = None
+    ) -> None:
+        """`pin` for coroutines."""
+        await self.wait_async(self._pin_call(namespace, conversation, pinned, deadline_s), Done)
+
+    def stats(self, *, deadline_s: float | None = None) -> StatsReply:
+        """State of the daemon at one instant."""
+        return self.wait(self._stats_call(deadline_s), StatsReply)
+
+    async def stats_async(self, *, deadline_s: float | None = None) -> StatsReply:
+        """`stats` for coroutines."""
+        return await self.wait_async(self._stats_call(deadline_s), StatsReply)
+
+    def list_images(self, namespace: str = "", *, deadline_s: float | None = None) -> list[ImageInfo]:
+        """All published images of a namespace, or of all that this user may see, in order of their ids."""
+        until_s = self.until_s(deadline_s)
+        images: list[ImageInfo] = []
+        while True:
+            page = self.wait(self._list_call(namespace, images, until_s), Images)
+            images.extend(page.images)
+            if not page.more or not page.images:
+                return images
+
+    async def list_images_async(self, namespace: str = "", *, deadline_s: float | None = None) -> list[ImageInfo]:
+        """`list_images` for coroutines."""
+        until_s = self.until_s(deadline_s)
+        images: list[ImageInfo] = []
+        while True:
+            page = await self.wait_async(self._list_call(namespace, images, until_s), Images)
+            images.extend(page.images)
+            if not page.more or not page.images:
+                return images
+
+    def show(self, namespace: str, conversation: str, *, deadline_s: float | None = None) -> ImageDetail:
+        """One image with its fingerprint and its chunks."""
+        return self.wait(self._show_call(namespace, conversation, deadline_s), ImageDetail)
+
+    async def show_async(self, namespace: str, conversation: str, *, deadline_s: float | None = None) -> ImageDetail:
+        """`show` for coroutines."""
+        return await self.wait_async(self._show_call(namespace, conversation, deadline_s), ImageDetail)
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the daemon said about itself at the last handshake."""
+        assert self._welcome is not None
+        return self._welcome
+
+    def statistics(self) -> dict[str, int]:
+        """Counters of this client: connections opened, replies that belonged to no call."""
+        return {"connections": self.pump.connections, "unknown_replies": self.pump.unknown_replies}
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, deadline_s: float = CLOSE_S) -> None:
+        """Cancel operations in flight, wait for their rows up to `deadline_s`, say goodbye, close. Idempotent.
+
+        Memory whose rows are still busy then stays allocated until the workers are gone. In a forked child nothing
+        happens.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        until_s = time.monotonic() + deadline_s
+        for engine in self.engines:
+            self._settle(engine, until_s)
+        if self.pump.link is not None:
+            goodbye = Call("goodbye", lambda _, seq: Goodbye(seq), Done, time.monotonic() + _GOODBYE_S)
+            self.pump.submit(goodbye)
+            self.pump.wait(goodbye, FINAL, goodbye.until_s)
+        self.pump.close()
+        with self.pump.lock:
+            for engine in list(self._engines):
+                engine.release()
+        _release_fenced()
+        self._context.term()
+        _clients.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- for engines and tickets -------------------------------------------------------------------------------------
+
+    def check_process(self) -> None:
+        """Refuse calls in a forked child: its sockets are copies of the parent's.
+
+        Raises:
+            UsageError: this is not the process that connected.
+        """
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "bad_request", f"this client belongs to process {self._pid}: connect again in process {os.getpid()}"
+            )
+
+    def until_s(self, deadline_s: float | None) -> float:
+        """The monotonic time at which a call made now must end."""
+        if deadline_s is None:
+            deadline_s = self.default_deadline_s
+        else:
+            _check_deadline(deadline_s)
+        return time.monotonic() + deadline_s
+
+    def wait(self, call: Call, kind: type[ReplyT], *, lost_is_done: bool = False) -> ReplyT:
+        """Wait for the final reply of a call, submitting it first where that is not done."""
+        self._submit(call)
+        if not self.pump.wait(call, FINAL, call.until_s):
+            raise self._give_up(call)
+        return _reply(call, kind, lost_is_done=lost_is_done)
+
+    async def wait_async(self, call: Call, kind: type[ReplyT]) -> ReplyT:
+        """`wait` for coroutines."""
+        self._submit(call)
+        try:
+            if not await self.pump.wait_async(call, FINAL, call.until_s):
+                raise self._give_up(call)
+        except BaseException:
+            self._give_up(call)
+            raise
+        return _reply(call, kind, lost_is_done=False)
+
+    def remember(self, engine: Engine) -> None:
+        """The engine is registered; it will be registered again on every new connection."""
+        with self.pump.lock:
+            self._engines.append(engine)
+
+    def forget(self, engine: Engine) -> None:
+        """The engine is no longer registered."""
+        with self.pump.lock:
+            if engine in self._engines:
+                self._engines.remove(engine)
+            if engine.still_fenced():
+                _fenced.append(engine)
+
+    def ask_about_lost(self) -> None:
+        """Where the daemon that lost us lives on, ask it which operations it still has: no process will end to prove
+        it.
+        """
+        with self.pump.lock:
+            link = self.pump.link
+            if link is None or self._asking:
+                return
+            start_id = link.welcome.start_id
+            if any(engine.unresolved(start_id) for engine in self._engines):
+                self._asking = True
+                until_s = time.monotonic() + self.default_deadline_s
+                self.pump.submit(Call("ask", lambda _, seq: Stats(seq), StatsReply, until_s, on_final=self._told))
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _open(self, until_s: float) -> Connection:
+        return Connection.open(self._context, self.paths, self._name, until_s)
+
+    def _opened(self, link: Connection) -> None:
+        self._welcome = link.welcome
+        for engine in self._engines:
+            engine.link_opened()
+        self.ask_about_lost()
+
+    def _workers_changed(self, news: WorkersChanged) -> bool:
+        for engine in self._engines:
+            if engine.registration.engine_id == news.engine_id:
+                return engine.workers_changed(news.workers)
+        return True  # of an engine that was unregistered meanwhile
+
+    def _told(self, call: Call) -> None:
+        self._asking = False
+        link = self.pump.link
+        if isinstance(call.reply, StatsReply) and link is not None:
+            in_flight = {op.engine_id for op in call.reply.ops}
+            for engine in self._engines:
+                engine.disown(link.welcome.start_id, in_flight)
+
+    def _submit(self, call: Call) -> None:
+        self.check_process()
+        if call.seq == 0:
+            self.pump.submit(call)
+
+    def _give_up(self, call: Call) -> DeadlineExceeded:
+        error = self.pump.deadline_error(call)
+        # The late answer to a registration is still wanted: what it registered must be unregistered.
+        self.pump.abandon(call, keep=call.name == "register")
+        return error
+
+    def _settle(self, engine: Engine, until_s: float) -> None:
+        try:
+            tickets = engine.tickets
+            for ticket in tickets:
+                ticket.cancel()
+            for ticket in tickets:
+                ticket.wait_rows_free(max(until_s - time.monotonic(), 0.0))
+        except StratadError:
+            pass  # the daemon has gone: what can be proved is proved later
+
+    def _register_call(
+        self,
+        engine: str,
+        namespace: str,
+        fingerprint: Mapping[str, str],
+        stages: Sequence[StagePool],
+        deadline_s: float | None,
+    ) -> tuple[Engine, Call]:
+        self.check_process()
+        missing = [key for key in FINGERPRINT_REQUIRED if not fingerprint.get(key)]
+        if missing:
+            raise UsageError("fingerprint_missing", f"the fingerprint lacks {', '.join(missing)}")
+        _release_fenced()
+        made = Engine(self, engine, namespace, fingerprint, export_stages(stages))
+        return made, made.registration.first_call(self.until_s(deadline_s))
+
+    def _drop_call(self, namespace: str, conversation: str, force: bool, deadline_s: float | None) -> Call:
+        return Call("drop", lambda _, seq: Drop(seq, namespace, conversation, force), Done, self.until_s(deadline_s))
+
+    def _clear_call(self, namespace: str, deadline_s: float | None) -> Call:
+        return Call("clear", lambda _, seq: Clear(seq, namespace), Done, self.until_s(deadline_s))
+
+    def _pin_call(self, namespace: str, conversation: str, pinned: bool, deadline_s: float | None) -> Call:
+        return Call("pin", lambda _, seq: Pin(seq, namespace, conversation, pinned), Done, self.until_s(deadline_s))
+
+    def _stats_call(self, deadline_s: float | None) -> Call:
+        return Call("stats", lambda _, seq: Stats(seq), StatsReply, self.until_s(deadline_s), retry=True)
+
+    def _list_call(self, namespace: str, seen: Sequence[ImageInfo], until_s: float) -> Call:
+        after = seen[-1].image_id if seen else 0
+        return Call("list", lambda _, seq: ListImages(seq, namespace, after, _PAGE_IMAGES), Images, until_s, retry=True)
+
+    def _show_call(self, namespace: str, conversation: str, deadline_s: float | None) -> Call:
+        until_s = self.until_s(deadline_s)
+        return Call("show", lambda _, seq: Show(seq, namespace, conversation), ImageDetail, until_s, retry=True)
+
+
+def _reply(call: Call, kind: type[ReplyT], *, lost_is_done: bool) -> ReplyT:
+    if call.error is not None and not (lost_is_done and isinstance(call.error, Lost)):
+        raise call.error.with_traceback(None)
+    return cast("ReplyT", call.reply)
+
+
+def _check_deadline(deadline_s: float) -> None:
+    if not deadline_s > 0 or math.isinf(deadline_s):
+        raise UsageError("bad_value", f"a deadline is a number of seconds above 0, got {deadline_s}")
+
+
+def _release_fenced() -> None:
+    _fenced[:] = [engine for engine in _fenced if engine.still_fenced()]
+
+
+def _forget_in_child() -> None:
+    for client in list(_clients):
+        client.pump.forget_connection()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,324 @@
+"""The configuration: every setting with its unit, its bound and its default, read once.
+
+Flags go before the environment (``STRATAD_<SECTION>_<KEY>``), that before the TOML file, that before the defaults.
+Sizes may be written as ``"256MiB"``. This is the only module that reads arguments, environment or the file.
+"""
+
+import argparse
+import difflib
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from ipc.rundir import RunDirError, check_socket_path
+from shm.extent import GRANULE_BYTES
+from shm.shuttle import MAX_SHUTTLE_BYTES
+from stratad.devices import Devices, parse_devices
+from stratad.paths import PathError, default_run_dir, default_state_dir, socket_paths
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86400)]
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
+Budget: TypeAlias = Annotated[int, Meta(ge=1, le=2**50)] | Literal["auto"]
+ShuttleSize: TypeAlias = Annotated[int, Meta(ge=2 * GRANULE_BYTES, le=MAX_SHUTTLE_BYTES, multiple_of=GRANULE_BYTES)]
+Rate: TypeAlias = Annotated[float, Meta(ge=0, le=1e15)]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be: names the key, the value, where it came from and the bound."""
+
+
+class DaemonConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who and where the daemon is. The directories are absolute once loaded."""
+
+    instance: Annotated[str, Meta(pattern=r"\A[a-z0-9_-]{1,32}\Z")] = "default"
+    run_dir: str = "auto"
+    state_dir: str = "auto"
+    devices: Devices = Devices("auto")
+    # Importing torch takes seconds on a busy host.
+    template_boot_s: Seconds = 60.0
+
+
+class RamConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The arena. `budget_bytes` "auto" leaves the choice to the daemon's view of the host."""
+
+    budget_bytes: Budget = "auto"
+    budget_images: Count = 100_000
+    shuttle_bytes: Annotated[int, Meta(ge=2 * GRANULE_BYTES, le=MAX_SHUTTLE_BYTES, multiple_of=GRANULE_BYTES)] = (
+        256 * MIB
+    )
+    prefault: bool = False
+
+
+class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How stages are copied. `parallel` false is the serial baseline of the same build."""
+
+    parallel: bool = True
+    slice_bytes: Annotated[int, Meta(ge=64 * KIB, le=GIB)] = 64 * MIB
+    staging_bytes: Annotated[int, Meta(ge=64 * KIB, le=4 * GIB)] = 128 * MIB
+    # Jobs up to this size are done by the worker's loop itself: handing over to a lane would take longer.
+    inline_bytes: Annotated[int, Meta(ge=0, le=64 * MIB)] = 256 * KIB
+    chunk_tokens: Annotated[int, Meta(ge=1, le=65536)] = 256
+
+
+class CpuDeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The `cpu` devices. `link_bytes_per_s` simulates a link of that speed; 0 copies as fast as the memory."""
+
+    link_bytes_per_s: Rate = 0.0
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What peers may ask for."""
+
+    max_message_bytes: Annotated[int, Meta(ge=64 * KIB, le=GIB)] = 64 * MIB
+    max_clients: Annotated[int, Meta(ge=1, le=65536)] = 256
+    max_ops: Annotated[int, Meta(ge=1, le=10**6)] = 1024
+
+
+class DeadlinesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When waiting ends. A job has `job_floor_s` plus its bytes over `link_floor_bytes_per_s`."""
+
+    worker_boot_s: Seconds = 60.0
+    job_floor_s: Seconds = 10.0
+    link_floor_bytes_per_s: Annotated[float, Meta(ge=1e3, le=1e15)] = 200e6
+    stop_s: Seconds = 10.0
+
+
+class RestartsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Workers that die: the wait doubles from first to cap, and after so many deaths in a row the device is failed."""
+
+    backoff_first_s: Seconds = 0.1
+    backoff_cap_s: Seconds = 30.0
+    give_up_after: Annotated[int, Meta(ge=1, le=1000)] = 8
+
+
+class TestingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """For tests only. `worker_faults`: ``worker[#generation]/fault=when,...`` (see `workers.faulty`)."""
+
+    worker_faults: Annotated[str, Meta(pattern=r"\A([A-Za-z0-9:-]+(#[0-9]+)?/[a-z_.]+=[^,=/]+(,(?!\Z)|\Z))*\Z")] = ""
+
+
+class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is logged, and how."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All settings. `print_config` says that the caller only wants to see them."""
+
+    daemon: DaemonConfig = DaemonConfig()
+    ram: RamConfig = RamConfig()
+    copy: CopyConfig = CopyConfig()
+    cpu_device: CpuDeviceConfig = CpuDeviceConfig()
+    limits: LimitsConfig = LimitsConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+    restarts: RestartsConfig = RestartsConfig()
+    log: LogConfig = LogConfig()
+    testing: TestingConfig = TestingConfig()
+    print_config: bool = False
+
+
+class _Given(NamedTuple):
+    """A value and where it came from."""
+
+    value: object
+    source: str
+
+
+_SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {
+    field.name: field.type for field in msgspec.structs.fields(Config) if field.name != "print_config"
+}
+_KEYS: Final[dict[str, object]] = {
+    f"{section}.{field.name}": field.type
+    for section, kind in _SECTIONS.items()
+    for field in msgspec.structs.fields(kind)
+}
+_FLAGS: Final = {
+    "instance": "daemon.instance",
+    "run_dir": "daemon.run_dir",
+    "state_dir": "daemon.state_dir",
+    "devices": "daemon.devices",
+}
+_SIZE: Final = re.compile(r"([0-9]{1,18})\s*(B|KiB|MiB|GiB|TiB)?")
+_UNITS: Final = {None: 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1024 * GIB}
+_ENVIRON_PREFIX: Final = "STRATAD_"
+
+
+def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """The configuration of a daemon; `argv` is without the program's name. ``--help`` and misspelt flags exit.
+
+    Raises:
+        ConfigError: an unknown key, a bad value, an unreadable file, or no directory to run in.
+    """
+    arguments = _parser().parse_args(argv)
+    given: dict[str, _Given] = {}
+    if arguments.config is not None:
+        given.update(_from_file(Path(arguments.config)))
+    given.update(_from_environ(environ))
+    given.update(_from_flags(arguments))
+    try:
+        if given.get("daemon.run_dir", _Given("auto", "")).value == "auto":
+            given["daemon.run_dir"] = _Given(str(default_run_dir(environ, os.geteuid())), "the default")
+        if given.get("daemon.state_dir", _Given("auto", "")).value == "auto":
+            given["daemon.state_dir"] = _Given(str(default_state_dir(environ, os.geteuid())), "the default")
+    except PathError as exc:
+        raise ConfigError(str(exc)) from exc
+    sections: dict[str, dict[str, object]] = {section: {} for section in _SECTIONS}
+    for key, entry in given.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = _convert(key, entry)
+    built = {section: kind(**sections[section]) for section, kind in _SECTIONS.items()}
+    config = msgspec.structs.replace(Config(), **built, print_config=bool(arguments.print_config))
+    _check_together(config)
+    return config
+
+
+def render_config(config: Config) -> str:
+    """The configuration as a TOML file that reads back as the same."""
+    lines: list[str] = []
+    for section in _SECTIONS:
+        lines.append(f"[{section}]")
+        values = getattr(config, section)
+        for field in msgspec.structs.fields(values):
+            value = getattr(values, field.name)
+            lines.append(f"{field.name} = {_toml(value)}{_remark(field.name, value)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="stratad", description="Parks and restores K/V.", allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="TOML file with the settings")
+    parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="one setting")
+    parser.add_argument("--print-config", action="store_true", help="show every setting as TOML, then exit")
+    for flag, key in _FLAGS.items():
+        parser.add_argument(f"--{flag.replace('_', '-')}", dest=flag, help=f"short for --set {key}=...")
+    return parser
+
+
+def _from_file(path: Path) -> Iterator[tuple[str, _Given]]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise ConfigError(f"the configuration file {path} cannot be read: {exc}") from exc
+    for section, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section} = {table!r} stands outside a section{_hint(section)}")
+        for name, value in table.items():
+            yield _known(f"{section}.{name}", str(path)), _Given(value, str(path))
+
+
+def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, _Given]]:
+    names = {_ENVIRON_PREFIX + key.replace(".", "_").upper(): key for key in _KEYS}
+    for name, value in environ.items():
+        if not name.startswith(_ENVIRON_PREFIX):
+            continue
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+            raise ConfigError(f"the environment sets {name}, which is no setting; the nearest is {near[0]}")
+        yield names[name], _Given(value, f"environment {name}")
+
+
+def _from_flags(arguments: argparse.Namespace) -> Iterator[tuple[str, _Given]]:
+    for text in arguments.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text}: expected SECTION.KEY=VALUE")
+        yield _known(key.strip(), "--set"), _Given(value.strip(), f"--set {key.strip()}")
+    for flag, key in _FLAGS.items():
+        value = getattr(arguments, flag)
+        if value is not None:
+            yield key, _Given(value, f"--{flag.replace('_', '-')}")
+
+
+def _known(key: str, source: str) -> str:
+    if key not in _KEYS:
+        raise ConfigError(f"{source}: there is no setting {key}{_hint(key)}")
+    return key
+
+
+def _hint(key: str) -> str:
+    # A right name in the wrong section is nearer than any spelling.
+    name = key.rpartition(".")[2]
+    same_name = [known for known in _KEYS if known.endswith(f".{name}")]
+    near = same_name or difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)
+    return f"; the nearest is {near[0]}"
+
+
+def _convert(key: str, given: _Given) -> object:
+    """The typed value of one setting.
+
+    Raises:
+        ConfigError: names key, value, source and bound.
+    """
+    value = given.value
+    try:
+        if key == "daemon.devices":
+            if not isinstance(value, str | list):
+                raise ValueError(f"expected text or a list, got {type(value).__name__}")
+            return parse_devices(value)
+        if isinstance(value, str) and key.endswith("_bytes") and value != "auto":
+            size = _SIZE.fullmatch(value.strip())
+            if size is None:
+                raise ValueError('expected bytes, or a size such as "256MiB"')
+            value = int(size[1]) * _UNITS[size[2]]
+        choices = get_args(_KEYS[key]) if get_origin(_KEYS[key]) is Literal else ()
+        if choices and value not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+        # Flags and environment are text: "8", "true". A file has types, so there "8" stays wrong.
+        from_text = given.source.startswith(("--", "environment "))
+        converted = msgspec.convert(value, _KEYS[key], strict=not from_text)
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise ValueError("expected a finite number")
+        if key in ("daemon.run_dir", "daemon.state_dir") and not Path(str(converted)).is_absolute():
+            raise ValueError("expected an absolute path")
+    except ValueError as exc:  # msgspec's ValidationError is one
+        raise ConfigError(f"{key} = {given.value!r} ({given.source}): {exc}") from exc
+    return converted
+
+
+def _check_together(config: Config) -> None:
+    """Bounds between settings."""
+    copy, restarts = config.copy, config.restarts
+    if copy.staging_bytes < copy.slice_bytes:
+        raise ConfigError(
+            f"copy.staging_bytes = {copy.staging_bytes} must be at least copy.slice_bytes = {copy.slice_bytes}"
+        )
+    if restarts.backoff_cap_s < restarts.backoff_first_s:
+        raise ConfigError(
+            f"restarts.backoff_cap_s = {restarts.backoff_cap_s} must be at least "
+            f"restarts.backoff_first_s = {restarts.backoff_first_s}"
+        )
+    try:
+        check_socket_path(socket_paths(Path(config.daemon.run_dir), config.daemon.instance).client)
+    except RunDirError as exc:
+        raise ConfigError(f"daemon.run_dir = {config.daemon.run_dir!r}: {exc}") from exc
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    # A TOML basic string is a JSON string.
+    return msgspec.json.encode(str(value)).decode()
+
+
+def _remark(name: str, value: object) -> str:
+    if isinstance(value, int) and name.endswith("_bytes"):
+        for unit in ("GiB", "MiB", "KiB"):
+            if value and value % _UNITS[unit] == 0:
+                return f"  # {value // _UNITS[unit]} {unit}"
+    return ""

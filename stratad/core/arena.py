@@ -1,0 +1,121 @@
+"""The granule allocator: which granules of one worker's shuttles are free."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+from shm.extent import GRANULE_BYTES, Extent, granules_for
+
+HEADER_GRANULES = 1
+
+
+class Arena:
+    """Free granules of the shuttles of one worker.
+
+    Best fit over runs of free granules: a request takes the smallest run that holds it, else the largest runs one after
+    another, so that it fails only when fewer granules are free than it needs. Neighbouring free runs are always joined.
+    All calls are O(log n) in the number of different run lengths.
+    """
+
+    def __init__(self) -> None:
+        self._granules: dict[int, int] = {}
+        self._count_at: dict[tuple[int, int], int] = {}
+        self._start_before: dict[tuple[int, int], int] = {}
+        self._runs_of: dict[int, dict[tuple[int, int], None]] = {}
+        self._counts: list[int] = []
+        self.free_granules = 0
+        self.total_granules = 0  # that can hold chunks, free or not
+
+    @property
+    def used_granules(self) -> int:
+        """Granules that are handed out."""
+        return self.total_granules - self.free_granules
+
+    @property
+    def shuttles(self) -> tuple[int, ...]:
+        """Indexes of the shuttles, ascending."""
+        return tuple(sorted(self._granules))
+
+    def shuttle_bytes(self, shuttle: int) -> int:
+        """Size of a shuttle, header included."""
+        return self._granules[shuttle] * GRANULE_BYTES
+
+    def add_shuttle(self, shuttle: int, size_bytes: int) -> None:
+        """Add an empty shuttle. Its first granule holds the header and is never handed out."""
+        assert shuttle not in self._granules, shuttle
+        granules = size_bytes // GRANULE_BYTES
+        assert granules > HEADER_GRANULES, size_bytes
+        self._granules[shuttle] = granules
+        self._insert(shuttle, HEADER_GRANULES, granules - HEADER_GRANULES)
+        self.free_granules += granules - HEADER_GRANULES
+        self.total_granules += granules - HEADER_GRANULES
+
+    def allocate(self, length_bytes: int) -> tuple[Extent, ...] | None:
+        """Extents for `length_bytes` (one where possible), or None when fewer granules are free."""
+        needed = granules_for(length_bytes)
+        assert needed > 0, length_bytes
+        if needed > self.free_granules:
+            return None
+        taken: list[Extent] = []
+        while needed:
+            at = bisect_left(self._counts, needed)
+            count = self._counts[at] if at < len(self._counts) else self._counts[-1]
+            shuttle, start = next(iter(self._runs_of[count]))
+            self._remove(shuttle, start, count)
+            used = min(count, needed)
+            if used < count:
+                self._insert(shuttle, start + used, count - used)
+            taken.append(Extent(shuttle, start * GRANULE_BYTES, used * GRANULE_BYTES))
+            needed -= used
+            self.free_granules -= used
+        return tuple(taken)
+
+    def free(self, extents: Iterable[Extent]) -> None:
+        """Take extents back and join them with their free neighbours."""
+        for extent in extents:
+            shuttle = extent.shuttle
+            start = extent.offset_bytes // GRANULE_BYTES
+            count = extent.length_bytes // GRANULE_BYTES
+            assert HEADER_GRANULES <= start < start + count <= self._granules[shuttle], extent
+            self.free_granules += count
+            after = self._count_at.get((shuttle, start + count))
+            if after is not None:
+                self._remove(shuttle, start + count, after)
+                count += after
+            before = self._start_before.get((shuttle, start))
+            if before is not None:
+                joined = self._count_at[shuttle, before]
+                self._remove(shuttle, before, joined)
+                start, count = before, count + joined
+            self._insert(shuttle, start, count)
+
+    def validate(self, live: Iterable[Extent]) -> None:
+        """Check that `live` (every extent that anybody holds) and the free runs cover each granule exactly once."""
+        spans = sorted(
+            [(e.shuttle, e.offset_bytes // GRANULE_BYTES, e.length_bytes // GRANULE_BYTES) for e in live]
+            + [(shuttle, start, count) for (shuttle, start), count in self._count_at.items()]
+        )
+        expected = dict.fromkeys(self._granules, HEADER_GRANULES)
+        for shuttle, start, count in spans:
+            assert expected[shuttle] == start, f"shuttle {shuttle}: granule {expected[shuttle]} lost or held twice"
+            expected[shuttle] = start + count
+        assert expected == self._granules, f"granules lost at a shuttle's end: {expected} != {self._granules}"
+        assert self.free_granules == sum(self._count_at.values())
+        assert self._counts == sorted(self._runs_of), "lengths out of step with the runs"
+
+    def _insert(self, shuttle: int, start: int, count: int) -> None:
+        self._count_at[shuttle, start] = count
+        self._start_before[shuttle, start + count] = start
+        runs = self._runs_of.get(count)
+        if runs is None:
+            runs = self._runs_of[count] = {}
+            insort(self._counts, count)
+        runs[shuttle, start] = None
+
+    def _remove(self, shuttle: int, start: int, count: int) -> None:
+        del self._count_at[shuttle, start]
+        del self._start_before[shuttle, start + count]
+        runs = self._runs_of[count]
+        del runs[shuttle, start]
+        if not runs:
+            del self._runs_of[count]
+            del self._counts[bisect_left(self._counts, count)]

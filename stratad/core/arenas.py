@@ -1,0 +1,74 @@
+"""How arenas grow, and how a worker that was started again gets its shuttles back."""
+
+from ipc.messages import MakeShuttle, ShuttleFailed, ShuttleReady
+from shm.extent import GRANULE_BYTES
+from shm.header import segment_name
+from stratad.core.effects import SendTo, UnlinkSegment
+from stratad.core.state import State, Worker, WorkerState
+
+
+def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
+    """Keep one shuttle in the making as long as there is reason: first those the worker had before (of waiting
+    operations first), then new ones while less than half a shuttle is free, or all of them with `prefault`.
+    """
+    if not worker.can_serve or worker.making is not None:
+        return
+    settings = state.settings
+    lost = [index for index in worker.sizes if index not in worker.mapped]
+    if lost:
+        index = min(lost, key=lambda i: (needed is None or i not in needed, i))
+        _make(state, worker, index, worker.sizes[index], adopt=True)
+        return
+    if not worker.can_grow(settings):
+        return
+    free_bytes = worker.arena.free_granules * GRANULE_BYTES
+    if settings.prefault or free_bytes < settings.shuttle_bytes // 2 or needed is not None:
+        _make(state, worker, len(worker.sizes), settings.shuttle_bytes, adopt=False)
+
+
+def _make(state: State, worker: Worker, index: int, size_bytes: int, *, adopt: bool) -> None:
+    worker.making = index
+    segment = segment_name(state.settings.instance, worker.name, index)
+    state.out.append(SendTo(worker.name, MakeShuttle(index, segment, size_bytes, adopt)))
+
+
+def shuttle_ready(state: State, worker: Worker, report: ShuttleReady) -> None:
+    """A shuttle may be used."""
+    if report.index != worker.making:
+        state.log("error", "shuttle not asked for", worker=worker.name, shuttle=report.index)
+        return
+    worker.making = None
+    worker.mapped.add(report.index)
+    if report.locked:
+        worker.locked.add(report.index)
+    if report.index not in worker.sizes:
+        worker.sizes[report.index] = state.settings.shuttle_bytes
+        worker.segments[report.index] = segment_name(state.settings.instance, worker.name, report.index)
+        worker.arena.add_shuttle(report.index, state.settings.shuttle_bytes)
+    state.count("shuttles_made")
+    state.log("info", "shuttle ready", worker=worker.name, shuttle=report.index, make_s=round(report.make_s, 4))
+    tend(state, worker)
+
+
+def shuttle_failed(state: State, worker: Worker, report: ShuttleFailed) -> None:
+    """A shuttle could not be had: a new one is not tried again; one with images is an error that `status` shows."""
+    if report.index != worker.making:
+        state.log("error", "shuttle not asked for", worker=worker.name, shuttle=report.index)
+        return
+    worker.making = None
+    state.count("shuttles_failed")
+    state.log("error", "shuttle failed", worker=worker.name, shuttle=report.index, code=report.code, why=report.message)
+    if report.index in worker.sizes:
+        worker.detail = f"shuttle {report.index} could not be attached again: {report.message}"
+        worker.state = WorkerState.FAILED
+    else:
+        worker.grow_failed = report.message
+        worker.detail = f"arena cannot grow: {report.message}"
+
+
+def unlink_all(state: State, worker: Worker) -> None:
+    """Remove the names of all shuttles (at a clean stop)."""
+    for segment in worker.segments.values():
+        state.out.append(UnlinkSegment(segment))
+    if worker.making is not None and worker.making not in worker.segments:
+        state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, worker.making)))

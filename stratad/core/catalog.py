@@ -1,0 +1,437 @@
+"""The catalog: images, their chunks, and who holds which extents. A pure state machine.
+
+Life of a chunk's extents::
+
+    free --stage--> staged --publish--> referenced by images and read by operations --last one ends--> free
+                       `-----discard-----------------------------------------------------------------> free
+
+Nothing staged is visible to a lookup. `publish` makes all chunks of all stages visible in one step.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for
+from shm.layout import ChunkSpan
+from stratad.core.arena import Arena
+from stratad.core.failures import Refusal
+from stratad.core.prefixes import PrefixIndex
+
+
+class ChunkKey(NamedTuple):
+    """What makes two chunks the same bytes. `worker` is part of it: an arena is mapped by one worker only."""
+
+    namespace: str
+    fingerprint: str
+    worker: str
+    stage: int
+    is_state: bool
+    token_count: int
+    length_bytes: int
+    algorithm: str
+    key_id: bytes
+    digest: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Published bytes. The extents go back to the arena when neither an image references nor an operation reads it."""
+
+    key: ChunkKey
+    place: ChunkPlace
+    references: int = 0
+    reads: int = 0
+    damaged: bool = False
+
+    @property
+    def granule_bytes(self) -> int:
+        """Bytes of the granules it occupies."""
+        return sum(extent.length_bytes for extent in self.place.extents)
+
+
+class Scope(NamedTuple):
+    """Images that an engine may restore: same namespace, same fingerprint, stages served by the same workers."""
+
+    namespace: str
+    fingerprint: str
+    workers: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Image:
+    """One published conversation. `stages[s]` lists the chunks of stage s in order; the state chunk is last."""
+
+    image_id: int
+    scope: Scope
+    conversation: str
+    tokens: bytes
+    state_position: int
+    stages: tuple[tuple[Chunk, ...], ...]
+    created_unix_s: float
+    used_unix_s: float
+    pinned: bool = False
+    taken: int = 0
+    readers: int = 0
+    restores: int = 0
+    damaged: bool = False
+
+    @property
+    def evictable(self) -> bool:
+        """Whether nobody needs it: not pinned, not being restored or taken."""
+        return not (self.pinned or self.readers or self.taken)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All chunks, stage after stage."""
+        for stage in self.stages:
+            yield from stage
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """Extents of a capture that is not published. `spans[s]` and `places[s]` go together."""
+
+    scope: Scope
+    conversation: str
+    tokens: bytes
+    state_position: int
+    spans: tuple[tuple[ChunkSpan, ...], ...]
+    places: tuple[tuple[ChunkPlace, ...], ...]
+    open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StageDigests:
+    """What a stage's worker answered: 16 bytes a chunk, and how they were made."""
+
+    algorithm: str
+    key_id: bytes
+    digests: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
+class Catalog:
+    """All images under one byte budget and one image budget; least recently used images make room."""
+
+    budget_bytes: int
+    budget_images: int
+    arenas: dict[str, Arena] = field(default_factory=dict)
+    images: dict[int, Image] = field(default_factory=dict)
+    chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)
+    evictions: int = 0
+    _by_name: dict[tuple[str, str], OrderedDict[str, Image]] = field(default_factory=dict)
+    _recency: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    _prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    _loose: set[Chunk] = field(default_factory=set)
+    _staged: dict[int, Staged] = field(default_factory=dict)
+    _next_image_id: int = 1
+
+    # --- space --------------------------------------------------------------------------------------------------------
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all granules that are handed out."""
+        return sum(arena.used_granules for arena in self.arenas.values()) * GRANULE_BYTES
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of granules held by captures in flight."""
+        return sum(
+            extent.length_bytes
+            for staged in self._staged.values()
+            for stage in staged.places
+            for place in stage
+            for extent in place.extents
+        )
+
+    def shortfall(self, scope: Scope, spans: Sequence[Sequence[ChunkSpan]]) -> dict[str, int]:
+        """Granules that each worker's arena lacks for the chunks as it is now, without evicting; empty: none."""
+        need = _need(scope, spans)
+        return {w: n - self.arenas[w].free_granules for w, n in need.items() if n > self.arenas[w].free_granules}
+
+    def stage(
+        self,
+        scope: Scope,
+        conversation: str,
+        tokens: bytes,
+        state_position: int,
+        spans: Sequence[Sequence[ChunkSpan]],
+    ) -> Staged:
+        """Reserve extents for every chunk, evicting where the budget or an arena asks for it. All or nothing: on a
+        refusal nothing was evicted.
+
+        Raises:
+            Refusal: ``no_space`` (what is left is pinned or in use) or ``too_large`` (it could never fit).
+        """
+        need = _need(scope, spans)
+        total_bytes = sum(need.values()) * GRANULE_BYTES
+        for worker, granules in need.items():
+            if granules > self.arenas[worker].total_granules:
+                raise Refusal(
+                    "too_large",
+                    f"the image needs {granules * GRANULE_BYTES} bytes on {worker}, whose arena has "
+                    f"{self.arenas[worker].total_granules * GRANULE_BYTES}",
+                )
+        if total_bytes > self.budget_bytes:
+            raise Refusal("too_large", f"the image needs {total_bytes} bytes, the budget is {self.budget_bytes}")
+        for image in self._victims(need, total_bytes, self.find(scope.namespace, scope.fingerprint, conversation)):
+            self.evictions += 1
+            self.drop(image)
+        places: list[tuple[ChunkPlace, ...]] = []
+        for worker, stage_spans in zip(scope.workers, spans, strict=True):
+            arena = self.arenas[worker]
+            stage_places: list[ChunkPlace] = []
+            for span in stage_spans:
+                extents = arena.allocate(span.length_bytes)
+                assert extents is not None, "the victims were counted to make room"
+                stage_places.append(ChunkPlace(span.length_bytes, extents))
+            places.append(tuple(stage_places))
+        staged = Staged(scope, conversation, tokens, state_position, tuple(map(tuple, spans)), tuple(places))
+        self._staged[id(staged)] = staged
+        return staged
+
+    def _victims(self, need: Mapping[str, int], total_bytes: int, keep: Image | None) -> list[Image]:
+        """Least recently used images whose end makes room for `need` (granules by worker). The image that the capture
+        will supersede is kept until the new one is published.
+
+        Raises:
+            Refusal: ``no_space``: even all of them would not do.
+        """
+        short = {w: n - self.arenas[w].free_granules for w, n in need.items() if n > self.arenas[w].free_granules}
+        over_bytes = self.used_bytes + total_bytes - self.budget_bytes
+        over_images = len(self.images) + len(self._staged) + (0 if keep else 1) - self.budget_images
+        victims: list[Image] = []
+        dying: dict[Chunk, int] = {}
+        recency = iter(self._recency)
+        while short or over_bytes > 0 or over_images > 0:
+            image_id = next(recency, None)
+            if image_id is None:
+                raise Refusal(
+                    "no_space",
+                    f"no room for {total_bytes} bytes: {self.used_bytes} of {self.budget_bytes} bytes and "
+                    f"{len(self.images)} of {self.budget_images} images are held, the rest is pinned or being copied",
+                )
+            image = self.images[image_id]
+            if image is keep or not image.evictable:
+                continue
+            victims.append(image)
+            over_images -= 1
+            for chunk in image.chunks():
+                dying[chunk] = dying.get(chunk, 0) + 1
+                if dying[chunk] == chunk.references and not chunk.reads:
+                    over_bytes -= chunk.granule_bytes
+                    worker = chunk.key.worker
+                    if worker in short:
+                        short[worker] -= chunk.granule_bytes // GRANULE_BYTES
+                        if short[worker] <= 0:
+                            del short[worker]
+        return victims
+
+    # --- publish ------------------------------------------------------------------------------------------------------
+
+    def publish(
+        self, staged: Staged, answers: Sequence[StageDigests], now_unix_s: float
+    ) -> tuple[Image, int, Image | None]:
+        """Make a staged image visible: ``(image, bytes that were new, superseded image)``.
+
+        Chunks whose key is there already are referenced and their new extents freed. The superseded image of the same
+        conversation is dropped here, in the same step.
+        """
+        assert staged.open, "published or discarded before"
+        self._close(staged)
+        scope = staged.scope
+        new_bytes = 0
+        stages: list[tuple[Chunk, ...]] = []
+        for stage, (worker, answer) in enumerate(zip(scope.workers, answers, strict=True)):
+            chunks: list[Chunk] = []
+            for span, place, digest in zip(staged.spans[stage], staged.places[stage], answer.digests, strict=True):
+                key = ChunkKey(
+                    scope.namespace,
+                    scope.fingerprint,
+                    worker,
+                    stage,
+                    span.is_state,
+                    span.token_count,
+                    span.length_bytes,
+                    answer.algorithm,
+                    answer.key_id,
+                    digest,
+                )
+                chunk = self.chunks.get(key)
+                if chunk is None:
+                    chunk = self.chunks[key] = Chunk(key, place)
+                    new_bytes += span.length_bytes
+                else:
+                    self.arenas[worker].free(place.extents)
+                chunk.references += 1
+                chunks.append(chunk)
+            stages.append(tuple(chunks))
+        image = Image(
+            self._next_image_id,
+            scope,
+            staged.conversation,
+            staged.tokens,
+            staged.state_position,
+            tuple(stages),
+            created_unix_s=now_unix_s,
+            used_unix_s=now_unix_s,
+        )
+        self._next_image_id += 1
+        previous = self.find(scope.namespace, scope.fingerprint, staged.conversation)
+        if previous is not None:
+            image.pinned = previous.pinned
+            self.drop(previous)
+        self.images[image.image_id] = image
+        self._recency[image.image_id] = None
+        self._by_name.setdefault((scope.namespace, staged.conversation), OrderedDict())[scope.fingerprint] = image
+        self._prefixes.add(scope, image.tokens, image.image_id)
+        return image, new_bytes, previous
+
+    def discard(self, staged: Staged) -> None:
+        """Give a staged image's extents back. The caller vouches that no worker may still write them."""
+        assert staged.open, "published or discarded before"
+        self._close(staged)
+        for worker, places in zip(staged.scope.workers, staged.places, strict=True):
+            for place in places:
+                self.arenas[worker].free(place.extents)
+
+    def _close(self, staged: Staged) -> None:
+        staged.open = False
+        del self._staged[id(staged)]
+
+    # --- find ---------------------------------------------------------------------------------------------------------
+
+    def find(self, namespace: str, fingerprint: str, conversation: str) -> Image | None:
+        """The image of a conversation under one fingerprint."""
+        names = self._by_name.get((namespace, conversation))
+        return None if names is None else names.get(fingerprint)
+
+    def named(self, namespace: str, conversation: str) -> tuple[Image, ...]:
+        """The images of a conversation under every fingerprint, latest last."""
+        return tuple(self._by_name.get((namespace, conversation), OrderedDict()).values())
+
+    def lookup(self, scope: Scope, tokens: bytes, *, whole: bool) -> tuple[Image, int] | None:
+        """The image that shares most leading tokens with `tokens`, and how many; with `whole` (stages with state) only
+        images that are a prefix as a whole. Damaged images are not found.
+        """
+        found = self._prefixes.longest_whole(scope, tokens) if whole else self._prefixes.longest_common(scope, tokens)
+        if found is None:
+            return None
+        return self.images[found[0]], found[1]
+
+    def touch(self, image: Image, now_unix_s: float) -> None:
+        """Note a use."""
+        image.used_unix_s = now_unix_s
+        self._recency.move_to_end(image.image_id)
+
+    # --- hold and let go ----------------------------------------------------------------------------------------------
+
+    def read(self, image: Image) -> tuple[Chunk, ...]:
+        """Hold an image and its chunks for a restore; `end_read` lets go. The image cannot be evicted meanwhile, and a
+        dropped image's extents stay until the readers have ended.
+        """
+        image.readers += 1
+        chunks = tuple(image.chunks())
+        for chunk in chunks:
+            chunk.reads += 1
+        return chunks
+
+    def end_read(self, image: Image, chunks: Iterable[Chunk]) -> None:
+        """End of `read`, once no worker reads the extents any more."""
+        assert image.readers > 0
+        image.readers -= 1
+        for chunk in chunks:
+            assert chunk.reads > 0
+            chunk.reads -= 1
+            self._free_if_unheld(chunk)
+
+    def drop(self, image: Image) -> None:
+        """Remove an image. Its name is free at once; its extents as soon as no operation reads them."""
+        del self.images[image.image_id]
+        del self._recency[image.image_id]
+        names = self._by_name[image.scope.namespace, image.conversation]
+        del names[image.scope.fingerprint]
+        if not names:
+            del self._by_name[image.scope.namespace, image.conversation]
+        if not image.damaged:
+            self._prefixes.remove(image.scope, image.tokens, image.image_id)
+        for chunk in image.chunks():
+            chunk.references -= 1
+            assert chunk.references >= 0
+            self._free_if_unheld(chunk)
+
+    def _free_if_unheld(self, chunk: Chunk) -> None:
+        if chunk.references:
+            return
+        if not chunk.damaged and self.chunks.get(chunk.key) is chunk:
+            del self.chunks[chunk.key]
+        if chunk.reads:
+            self._loose.add(chunk)
+            return
+        self._loose.discard(chunk)
+        self.arenas[chunk.key.worker].free(chunk.place.extents)
+
+    def flag_damaged(self, chunk: Chunk) -> list[Image]:
+        """A chunk failed its digest: it leaves the index at once, so the next capture of the same bytes stores them
+        anew, and every image that holds it is flagged and no longer found. Returns the images flagged now.
+        """
+        if chunk.damaged:
+            return []
+        chunk.damaged = True
+        if self.chunks.get(chunk.key) is chunk:
+            del self.chunks[chunk.key]
+        flagged = [
+            image for image in self.images.values() if not image.damaged and any(c is chunk for c in image.chunks())
+        ]
+        for image in flagged:
+            image.damaged = True
+            self._prefixes.remove(image.scope, image.tokens, image.image_id)
+        return flagged
+
+    def exclusive_bytes(self, image: Image) -> int:
+        """Bytes of granules that only this image holds."""
+        counts: dict[Chunk, int] = {}
+        for chunk in image.chunks():
+            counts[chunk] = counts.get(chunk, 0) + 1
+        return sum(chunk.granule_bytes for chunk, count in counts.items() if count == chunk.references)
+
+    # --- invariants ---------------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check every invariant by a full recount: each granule is free, staged or in exactly one chunk; references
+        and reads are what the images say; the indexes hold exactly what they should.
+        """
+        references: dict[Chunk, int] = {}
+        for image in self.images.values():
+            for chunk in image.chunks():
+                references[chunk] = references.get(chunk, 0) + 1
+        for chunk, count in references.items():
+            assert chunk.references == count, f"{chunk.key}: {chunk.references} references, counted {count}"
+            assert chunk.damaged or self.chunks.get(chunk.key) is chunk
+        for chunk in self.chunks.values():
+            assert chunk in references, f"indexed chunk without image: {chunk.key}"
+        for chunk in self._loose:
+            assert chunk.reads > 0
+            assert chunk.references == 0
+        live: dict[str, list[Extent]] = {worker: [] for worker in self.arenas}
+        for chunk in {*references, *self._loose}:
+            live[chunk.key.worker].extend(chunk.place.extents)
+        for staged in self._staged.values():
+            for worker, places in zip(staged.scope.workers, staged.places, strict=True):
+                live[worker].extend(extent for place in places for extent in place.extents)
+        for worker, arena in self.arenas.items():
+            arena.validate(live[worker])
+        assert set(self._recency) == set(self.images)
+        assert sum(len(names) for names in self._by_name.values()) == len(self.images)
+        assert len(self._prefixes) == sum(1 for image in self.images.values() if not image.damaged)
+        assert self.used_bytes <= self.budget_bytes
+
+
+def _need(scope: Scope, spans: Sequence[Sequence[ChunkSpan]]) -> dict[str, int]:
+    """Granules that the chunks take, by worker."""
+    need: dict[str, int] = {}
+    for worker, stage_spans in zip(scope.workers, spans, strict=True):
+        granules = sum(granules_for(span.length_bytes) for span in stage_spans)
+        need[worker] = need.get(worker, 0) + granules
+    return need

@@ -1,0 +1,352 @@
+"""The core: events and a time in, effects out.
+
+Every public method is one event. It may change the state and returns the effects to perform, in order. Nothing here
+waits, and a request that cannot be served becomes a coded reply at one border, `Core.request`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from ipc.messages import (
+    Census,
+    Failed,
+    Hello,
+    JobDone,
+    JobFailed,
+    PoolClosed,
+    PoolFailed,
+    PoolOpened,
+    Report,
+    Request,
+    ShuttleFailed,
+    ShuttleReady,
+    SourceFree,
+    StopWorker,
+    WorkerHello,
+    WorkerReady,
+)
+from stratad.core import arenas, jobs, queue, registration, service
+from stratad.core.arena import Arena
+from stratad.core.catalog import Catalog
+from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
+from stratad.core.failures import Refusal
+from stratad.core.ops import RUNNING, OpState
+from stratad.core.state import ClientRecord, Instant, Settings, State, Worker, WorkerState
+
+
+class Core:
+    """The daemon's state machine. `devices` maps worker names to device names (``cpu:K`` or a GPU's UUID)."""
+
+    def __init__(self, settings: Settings, devices: Mapping[str, str], at: Instant) -> None:
+        self.state = State(settings, Catalog(settings.budget_bytes, settings.budget_images))
+        self.state.started_s = self.state.now_s = at.now_s
+        self.state.now_unix_s = at.now_unix_s
+        for name, device in devices.items():
+            arena = Arena()
+            self.state.catalog.arenas[name] = arena
+            self.state.workers[name] = Worker(name, device, arena, next_start_s=at.now_s)
+        self.state.wake_by(at.now_s)
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def tick(self, at: Instant) -> list[Effect]:
+        """Time passed: start workers that are due, end what ran out of time."""
+        state = self._begin(at)
+        for worker in state.workers.values():
+            if worker.state is WorkerState.DEAD and worker.next_start_s <= state.now_s and not state.stopping:
+                worker.state = WorkerState.STARTING
+                worker.generation += 1
+                worker.born_s = state.now_s
+                state.out.append(SpawnWorker(worker.name, worker.generation))
+            elif worker.state is WorkerState.STARTING and worker.born_s + state.settings.boot_s <= state.now_s:
+                worker.kill_code = "worker_hung"
+                self._kill(worker, f"not ready after {state.settings.boot_s} s")
+        jobs.check_deadlines(state)
+        queue.expire(state)
+        registration.expire(state)
+        service.answer_stats(state, late=True)
+        state.due_s = self._exact_due_s()
+        return self._end()
+
+    @property
+    def due_s(self) -> float:
+        """When `tick` is due (monotonic; infinite: nothing waits for time). It may be early, never late."""
+        return self.state.due_s
+
+    def _exact_due_s(self) -> float:
+        state = self.state
+        due: list[float] = [request.deadline_s for request in state.stats_requests]
+        for worker in state.workers.values():
+            if worker.state is WorkerState.DEAD and not state.stopping:
+                due.append(worker.next_start_s)
+            elif worker.state is WorkerState.STARTING:
+                due.append(worker.born_s + state.settings.boot_s)
+            elif worker.state is WorkerState.READY:
+                due.extend(op.stages[stage].deadline_s for op, stage in worker.jobs.values())
+        due.extend(op.deadline_s for op in state.ops.values() if op.state is OpState.WAITING)
+        due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
+        return min(due, default=math.inf)
+
+    # --- clients ------------------------------------------------------------------------------------------------------
+
+    def client_connected(self, client: int, pid: int, uid: int, start_ticks: int, at: Instant) -> list[Effect]:
+        """A lifeline was opened; the kernel vouches for pid and uid."""
+        state = self._begin(at)
+        if len(state.clients) >= state.settings.max_clients:
+            state.log("warning", "client refused: too many", client=client, limit=state.settings.max_clients)
+            state.out.append(DropClient(client))
+            return self._end()
+        state.clients[client] = ClientRecord(client, pid, uid, start_ticks)
+        return self._end()
+
+    def client_gone(self, client: int, at: Instant) -> list[Effect]:
+        """A lifeline ended: the client's engines are closed, its images stay."""
+        state = self._begin(at)
+        record = state.clients.pop(client, None)
+        if record is not None:
+            state.stats_requests = [r for r in state.stats_requests if r.client != client]
+            for engine_id in tuple(record.engines):
+                registration.close(state, state.engines[engine_id])
+            queue.pump(state)
+        return self._end()
+
+    def request(self, client: int, request: Request, at: Instant) -> list[Effect]:
+        """A client asks. Exactly one final reply follows, now or later."""
+        state = self._begin(at)
+        record = state.clients.get(client)
+        if record is None:
+            return self._end()
+        try:
+            if not record.greeted and not isinstance(request, Hello):
+                raise Refusal("hello_first", "the first message of a connection must be 'hello'")
+            if request.seq in record.seqs:
+                raise Refusal("bad_request", f"request {request.seq} is still in flight")
+            service.serve(state, record, request)
+        except Refusal as refusal:
+            state.count("refusals")
+            state.reply(
+                client,
+                Failed(
+                    request.seq,
+                    refusal.code,
+                    refusal.message,
+                    refusal.stage,
+                    (),
+                    state.settings.start_id,
+                    refusal.detail,
+                ),
+            )
+        return self._end()
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def worker_forked(self, name: str, generation: int, pid: int, start_ticks: int, at: Instant) -> list[Effect]:
+        """A worker's process exists."""
+        state = self._begin(at)
+        worker = state.workers[name]
+        if worker.generation == generation:
+            worker.pid, worker.start_ticks = pid, start_ticks
+        return self._end()
+
+    def report(self, name: str, generation: int, report: Report, at: Instant) -> list[Effect]:
+        """A worker's process of the given generation says something."""
+        state = self._begin(at)
+        worker = state.workers.get(name)
+        if worker is None or worker.generation != generation or worker.state in (WorkerState.DEAD, WorkerState.FAILED):
+            state.log("warning", "report of a worker that is no more", worker=name, generation=generation)
+            return self._end()
+        match report:
+            case JobDone():
+                jobs.job_done(state, worker, report)
+            case SourceFree():
+                jobs.source_free(state, worker, report)
+                return self._end()
+            case JobFailed():
+                jobs.job_failed(state, worker, report)
+            case WorkerReady():
+                self._worker_ready(worker, report)
+            case ShuttleReady():
+                arenas.shuttle_ready(state, worker, report)
+            case ShuttleFailed():
+                arenas.shuttle_failed(state, worker, report)
+            case PoolOpened():
+                registration.pool_opened(state, report.pool)
+            case PoolFailed():
+                registration.pool_failed(state, report)
+            case Census():
+                if report.census == worker.census:
+                    worker.resources = report.resources
+                    for request in state.stats_requests:
+                        request.waiting.discard(worker.name)
+                    service.answer_stats(state, late=False)
+                return self._end()
+            case PoolClosed() | WorkerHello():
+                return self._end()
+        registration.remove_idle(state)
+        if state.ops:
+            queue.pump(state)
+        return self._end()
+
+    def _worker_ready(self, worker: Worker, report: WorkerReady) -> None:
+        state = self.state
+        if worker.state is not WorkerState.STARTING:
+            return
+        worker.state = WorkerState.READY
+        worker.ready = report
+        worker.detail = ""
+        worker.grow_failed = ""
+        state.log(
+            "info",
+            "worker ready",
+            worker=worker.name,
+            pid=worker.pid,
+            generation=worker.generation,
+            start_s=round(report.start_s, 3),
+        )
+        arenas.tend(state, worker, self._needed_shuttles(worker))
+        registration.worker_ready(state, worker)
+
+    def _needed_shuttles(self, worker: Worker) -> set[int] | None:
+        """Shuttles of this worker that waiting restores read: they are attached first."""
+        needed = {
+            extent.shuttle
+            for op in self.state.waiting_ops()
+            if op.image is not None
+            for run in op.stages
+            if run.worker == worker.name
+            for place in op.places(run)
+            for extent in place.extents
+        }
+        return needed or None
+
+    def worker_gone(self, name: str, generation: int, reason: str, at: Instant) -> list[Effect]:
+        """Proof that a worker's process is gone. Its jobs fail, its extents and rows are free, it is started again."""
+        state = self._begin(at)
+        worker = state.workers[name]
+        if worker.generation != generation or worker.state in (
+            WorkerState.DEAD,
+            WorkerState.FAILED,
+            WorkerState.STOPPED,
+        ):
+            return self._end()
+        code = worker.kill_code or "worker_died"
+        worker.kill_code = ""
+        worker.deaths += 1
+        worker.deaths_in_row = state.settings.restarts.deaths_in_row(worker.deaths_in_row, state.now_s - worker.born_s)
+        delay_s = state.settings.restarts.delay_s(worker.deaths_in_row)
+        worker.detail = f"generation {generation}: {reason}"
+        worker.mapped.clear()
+        worker.locked.clear()
+        worker.making = None
+        worker.ready = None
+        worker.resources = {}
+        if state.stopping:
+            worker.state = WorkerState.STOPPED
+        elif delay_s is None:
+            worker.state = WorkerState.FAILED
+        else:
+            worker.state = WorkerState.DEAD
+            worker.next_start_s = state.now_s + delay_s
+            state.wake_by(worker.next_start_s)
+        if not state.stopping:
+            state.count("worker_deaths")
+            state.log(
+                "error",
+                "worker gone",
+                worker=name,
+                pid=worker.pid,
+                generation=generation,
+                why=reason,
+                next=worker.state.value,
+            )
+        jobs.worker_gone(state, worker, code, f"worker {name} (pid {worker.pid}): {reason}")
+        registration.worker_lost(state, worker)
+        if worker.state is WorkerState.FAILED:
+            registration.worker_given_up(state, worker)
+        for request in state.stats_requests:
+            request.waiting.discard(name)
+        service.answer_stats(state, late=False)
+        queue.pump(state)
+        return self._end()
+
+    # --- stop ---------------------------------------------------------------------------------------------------------
+
+    def stop(self, at: Instant) -> list[Effect]:
+        """Begin to stop: nothing new is taken in, what is being copied ends, then the workers exit."""
+        state = self._begin(at)
+        if not state.stopping:
+            state.stopping = True
+            for op in state.waiting_ops():
+                jobs.fail(state, op, "stopping", "the daemon is stopping")
+            for worker in state.workers.values():
+                if worker.state in (WorkerState.READY, WorkerState.STARTING):
+                    state.out.append(SendTo(worker.name, StopWorker()))
+                elif worker.state is WorkerState.DEAD:
+                    worker.state = WorkerState.STOPPED
+        return self._end()
+
+    def kill_all(self, reason: str, at: Instant) -> list[Effect]:
+        """The time for a graceful stop is over."""
+        state = self._begin(at)
+        for worker in state.workers.values():
+            if worker.state in (WorkerState.READY, WorkerState.STARTING):
+                self._kill(worker, reason)
+        return self._end()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether every worker's process is gone."""
+        gone = (WorkerState.STOPPED, WorkerState.FAILED, WorkerState.DEAD)
+        return self.state.stopping and all(worker.state in gone for worker in self.state.workers.values())
+
+    def unlink_all(self) -> list[Effect]:
+        """The names of all shuttles, to be removed once every worker is gone."""
+        state = self.state
+        state.out = []
+        for worker in state.workers.values():
+            arenas.unlink_all(state, worker)
+        return self._end()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _kill(self, worker: Worker, reason: str) -> None:
+        worker.state = WorkerState.KILLED
+        self.state.out.append(KillWorker(worker.name, worker.generation, reason))
+
+    def _begin(self, at: Instant) -> State:
+        state = self.state
+        state.now_s, state.now_unix_s = at
+        state.out = []
+        return state
+
+    def _end(self) -> list[Effect]:
+        out = self.state.out
+        self.state.out = []
+        return out
+
+    def validate(self) -> None:
+        """Check every invariant of the core by a full recount.
+
+        Raises:
+            AssertionError: our bug; the text says what is out of step.
+        """
+        state = self.state
+        state.catalog.validate()
+        assert state.due_s <= self._exact_due_s(), "something falls due that no tick was asked for"
+        in_jobs = {(op.op_id, stage) for worker in state.workers.values() for op, stage in worker.jobs.values()}
+        in_ops = {(op.op_id, run.stage) for op in state.ops.values() for run in op.stages if run.state in RUNNING}
+        assert in_jobs == in_ops, f"jobs out of step: {in_jobs ^ in_ops}"
+        for worker in state.workers.values():
+            assert worker.job_bytes == sum(op.stages[stage].job_bytes for op, stage in worker.jobs.values())
+            assert set(worker.arena.shuttles) == set(worker.sizes)
+        self._validate_fences(state.ops.keys())
+        for engine in state.engines.values():
+            assert engine.ops == sum(1 for op in state.ops.values() if op.engine_id == engine.engine_id)
+
+    def _validate_fences(self, op_ids: Iterable[int]) -> None:
+        state = self.state
+        assert len(state.fences) == sum(len(op.fenced) for op in state.ops.values())
+        for op_id in op_ids:
+            op = state.ops[op_id]
+            running = {run.stage for run in op.stages if run.state.value in ("sent", "pending")}
+            assert running <= op.fenced, f"operation {op_id}: rows of stages {running - op.fenced} are not fenced"

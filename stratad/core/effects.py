@@ -1,0 +1,96 @@
+"""Effects: what the core asks its shell to do. The shell performs them in order."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ipc.messages import Command, Reply
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyTo:
+    """Send a message to a client. An unreachable client is no error: its lifeline tells."""
+
+    client: int
+    message: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class SendTo:
+    """Send a command to the current process of a worker."""
+
+    worker: str
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardDescriptor:
+    """Pass a memfd of a client on to a worker, over its lifeline, under the tag `worker_tag`.
+
+    The shell keeps the client's descriptor until `CloseDescriptor`, since a worker started anew needs it once more.
+    """
+
+    client: int
+    descriptor: int
+    worker: str
+    worker_tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseDescriptor:
+    """A client's descriptor is needed no more."""
+
+    client: int
+    descriptor: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnWorker:
+    """Start a process for the worker; its coming is told by `worker_hello`, its end by `worker_gone`."""
+
+    worker: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorker:
+    """SIGKILL the worker's process; only `worker_gone` proves that it is gone."""
+
+    worker: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnlinkSegment:
+    """Remove a shuttle's name from /dev/shm."""
+
+    segment: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropClient:
+    """Close a client's lifeline; it has been told why."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line for the log. `fields` are printed as key=value."""
+
+    level: str
+    message: str
+    fields: tuple[tuple[str, str | int | float], ...] = ()
+
+
+Effect: TypeAlias = (
+    ReplyTo
+    | SendTo
+    | ForwardDescriptor
+    | CloseDescriptor
+    | SpawnWorker
+    | KillWorker
+    | UnlinkSegment
+    | DropClient
+    | LogLine
+)

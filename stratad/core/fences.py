@@ -1,0 +1,60 @@
+"""Row fences: rows and slots that a worker may still read or write."""
+
+from dataclasses import dataclass
+
+from shm.rows import RowRuns, overlap
+from stratad.core.failures import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Rows (ascending runs) and the state slot (-1: none) that one stage of an operation uses."""
+
+    op_id: int
+    runs: RowRuns
+    state_slot: int
+    writes: bool
+
+
+class RowFences:
+    """The fences of every (engine, stage). Readers share rows; a writer shares with nobody."""
+
+    def __init__(self) -> None:
+        self._fences: dict[tuple[int, int], list[Fence]] = {}
+
+    def check(self, engine_id: int, stage: int, fence: Fence) -> None:
+        """Refuse a fence that meets one in force.
+
+        Raises:
+            Refusal: ``rows_busy``, naming the row or slot and the operation that holds it.
+        """
+        for other in self._fences.get((engine_id, stage), ()):
+            if not (fence.writes or other.writes):
+                continue
+            row = overlap(fence.runs, other.runs)
+            what = f"row {row}" if row is not None else ""
+            if not what and fence.state_slot >= 0 and fence.state_slot == other.state_slot:
+                what = f"the state of slot {fence.state_slot}"
+            if what:
+                verb = "written" if other.writes else "read"
+                raise Refusal("rows_busy", f"{what} is still {verb} by operation {other.op_id}", stage=stage)
+
+    def raise_fence(self, engine_id: int, stage: int, fence: Fence) -> None:
+        """Put a checked fence into force."""
+        self._fences.setdefault((engine_id, stage), []).append(fence)
+
+    def lower(self, engine_id: int, stage: int, op_id: int) -> None:
+        """End the fence of one operation on one stage; nothing happens when there is none."""
+        fences = self._fences.get((engine_id, stage))
+        if fences is None:
+            return
+        fences[:] = [fence for fence in fences if fence.op_id != op_id]
+        if not fences:
+            del self._fences[engine_id, stage]
+
+    def held_by(self, op_id: int) -> list[tuple[int, int]]:
+        """The (engine, stage) pairs on which an operation still holds a fence."""
+        return [where for where, fences in self._fences.items() if any(f.op_id == op_id for f in fences)]
+
+    def __len__(self) -> int:
+        return sum(len(fences) for fences in self._fences.values())

@@ -1,0 +1,321 @@
+"""Jobs: an operation's stages at the workers, from the first send to the end of the last one."""
+
+from ipc.messages import (
+    DIGEST_BYTES,
+    Captured,
+    CaptureJob,
+    Failed,
+    JobDone,
+    JobFailed,
+    Progress,
+    Restored,
+    RestoreJob,
+    SourceFree,
+    StageOutcome,
+)
+from shm.extent import pack_places
+from shm.rows import pack_rows
+from stratad.core.catalog import StageDigests
+from stratad.core.effects import KillWorker, SendTo
+from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
+from stratad.core.state import State, Worker, WorkerState
+
+
+def start(state: State, op: Operation) -> None:
+    """Begin to copy: all stages at once, or the first one where stages copy one after another."""
+    op.advance("start")
+    op.waits_for = ""
+    for run in op.stages if state.settings.parallel else op.stages[:1]:
+        _send(state, op, run)
+
+
+def _send(state: State, op: Operation, run: StageRun) -> None:
+    worker = state.workers[run.worker]
+    if not worker.can_serve:
+        run.advance("skip")
+        run.outcome = StageOutcome(run.stage, "failed", "worker_died", f"worker {worker.name} is {worker.state.value}")
+        return
+    settings = state.settings
+    run.job = state.number("job")
+    run.job_bytes = sum(span.length_bytes for span in run.spans)
+    run.advance("send")
+    worker.jobs[run.job] = (op, run.stage)
+    worker.job_bytes += run.job_bytes
+    run.deadline_s = state.now_s + settings.job_floor_s + worker.job_bytes / settings.link_floor_bytes_per_s
+    state.wake_by(run.deadline_s)
+    pool = state.engines[op.engine_id].stages[run.stage].pool
+    places = pack_places(op.places(run))
+    poll_event = op.ordered == "event"
+    if op.kind is OpKind.CAPTURE:
+        command: CaptureJob | RestoreJob = CaptureJob(
+            run.job, pool, run.packed_rows, op.token_count, places, poll_event, run.state_slot
+        )
+    else:
+        assert op.image is not None
+        chunks = op.image.stages[run.stage]
+        algorithms = tuple(chunk.key.algorithm for chunk in chunks)
+        if len(set(algorithms)) == 1:
+            algorithms = algorithms[:1]
+        command = RestoreJob(
+            run.job,
+            pool,
+            run.packed_rows,
+            op.image_tokens,
+            op.token_count,
+            places,
+            b"".join(chunk.key.digest for chunk in chunks),
+            algorithms,
+            poll_event,
+            run.state_slot,
+        )
+    state.out.append(SendTo(worker.name, command))
+
+
+def source_free(state: State, worker: Worker, report: SourceFree) -> None:
+    """A capture's stage no longer reads the rows; when all of them do not, the client may write them again."""
+    found = worker.jobs.get(report.job)
+    if found is None:
+        return
+    op, stage = found
+    run = op.stages[stage]
+    if run.state is not StageState.SENT:
+        return
+    run.advance("free")
+    _lower(state, op, stage)
+    others = all(r.state in (StageState.FREE, StageState.DONE) for r in op.stages)
+    if others and not op.told_free:
+        op.told_free = True
+        state.reply(op.client, Progress(op.seq, "source_free"))
+
+
+def job_done(state: State, worker: Worker, report: JobDone) -> None:
+    """A stage ended well."""
+    found = _end_job(worker, report.job)
+    if found is None:
+        state.log("error", "answer to no job", worker=worker.name, job=report.job)
+        return
+    op, stage = found
+    run = op.stages[stage]
+    if op.kind is OpKind.CAPTURE:
+        count = len(run.spans)
+        if len(report.digests) != count * DIGEST_BYTES or worker.ready is None:
+            _fail_stage(
+                state, op, run, "internal", f"worker answered {len(report.digests)} bytes of digests for {count} chunks"
+            )
+            return
+        run.answer = StageDigests(
+            worker.ready.digest_algorithm,
+            worker.ready.key_id,
+            tuple(report.digests[at : at + DIGEST_BYTES] for at in range(0, count * DIGEST_BYTES, DIGEST_BYTES)),
+        )
+    run.advance("done")
+    run.outcome = StageOutcome(
+        stage, "done", moved_bytes=report.moved_bytes, digest_s=report.digest_s, copy_s=report.copy_s
+    )
+    state.count("moved_bytes", report.moved_bytes)
+    _lower(state, op, stage)
+    _go_on(state, op)
+
+
+def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
+    """A stage failed and its worker will write nothing more of it."""
+    found = _end_job(worker, report.job)
+    if found is None:
+        state.log("error", "answer to no job", worker=worker.name, job=report.job)
+        return
+    op, stage = found
+    if report.code == "damaged" and op.image is not None and 0 <= report.chunk < len(op.image.stages[stage]):
+        for image in state.catalog.flag_damaged(op.image.stages[stage][report.chunk]):
+            state.count("images_damaged")
+            state.log("error", "image damaged", image=image.image_id, stage=stage, chunk=report.chunk)
+    _fail_stage(
+        state,
+        op,
+        op.stages[stage],
+        report.code,
+        report.message,
+        rows_undefined=report.rows_undefined,
+        state_undefined=report.state_undefined,
+        moved_bytes=report.moved_bytes,
+    )
+
+
+def worker_gone(state: State, worker: Worker, code: str, message: str) -> None:
+    """The worker's process is proven gone: its jobs have failed, and all rows they were to write are undefined."""
+    jobs = sorted(worker.jobs)
+    for job in jobs:
+        found = _end_job(worker, job)
+        assert found is not None
+        op, stage = found
+        run = op.stages[stage]
+        undefined = pack_rows(run.runs) if op.writes_rows else b""
+        _fail_stage(
+            state,
+            op,
+            run,
+            code,
+            message,
+            rows_undefined=undefined,
+            state_undefined=op.writes_rows and run.state_slot >= 0,
+        )
+
+
+def check_deadlines(state: State) -> None:
+    """Kill a worker that let a job's deadline pass. Its stages end when its end is proven."""
+    for worker in state.workers.values():
+        if worker.state is not WorkerState.READY or not worker.jobs:
+            continue
+        late = [job for job, (op, stage) in worker.jobs.items() if op.stages[stage].deadline_s <= state.now_s]
+        if late:
+            worker.state = WorkerState.KILLED
+            worker.kill_code = "worker_hung"
+            reason = f"job {late[0]} passed its deadline"
+            state.log("error", "worker hung", worker=worker.name, job=late[0], pid=worker.pid)
+            state.count("workers_hung")
+            state.out.append(KillWorker(worker.name, worker.generation, reason))
+
+
+def _end_job(worker: Worker, job: int) -> tuple[Operation, int] | None:
+    found = worker.jobs.pop(job, None)
+    if found is not None:
+        worker.job_bytes -= found[0].stages[found[1]].job_bytes
+    return found
+
+
+def _lower(state: State, op: Operation, stage: int) -> None:
+    if stage in op.fenced:
+        op.fenced.discard(stage)
+        state.fences.lower(op.engine_id, stage, op.op_id)
+
+
+def _fail_stage(
+    state: State,
+    op: Operation,
+    run: StageRun,
+    code: str,
+    message: str,
+    *,
+    rows_undefined: bytes = b"",
+    state_undefined: bool = False,
+    moved_bytes: int = 0,
+) -> None:
+    run.advance("fail")
+    run.outcome = StageOutcome(
+        run.stage,
+        "failed",
+        code,
+        message,
+        rows_undefined=rows_undefined,
+        state_undefined=state_undefined,
+        moved_bytes=moved_bytes,
+    )
+    _lower(state, op, run.stage)
+    _go_on(state, op)
+
+
+def _skip_pending(op: Operation) -> None:
+    for run in op.stages:
+        if run.state is StageState.PENDING:
+            run.advance("skip")
+
+
+def _go_on(state: State, op: Operation) -> None:
+    """After the end of a stage: send the next one of a serial operation, or end the operation with its last stage."""
+    running = pending = None
+    failed = False
+    for run in op.stages:
+        if run.state in RUNNING:
+            running = run
+        elif run.state is StageState.PENDING:
+            pending = pending or run
+        elif run.outcome is not None and run.outcome.state == "failed":
+            failed = True
+    if pending is not None and (op.cancelled or failed):
+        _skip_pending(op)
+    elif pending is not None and running is None:
+        _send(state, op, pending)
+        if pending.state is StageState.UNTOUCHED:  # its worker has died meanwhile
+            _skip_pending(op)
+        else:
+            running = pending
+    if running is None:
+        _finish(state, op)
+
+
+def _finish(state: State, op: Operation) -> None:
+    """No stage is running or pending any more: publish, hand over, or fail."""
+    failed = next((run.outcome for run in op.stages if run.outcome is not None and run.outcome.state == "failed"), None)
+    engine = state.engines.get(op.engine_id)
+    if failed is not None:
+        fail(state, op, failed.code, failed.message, stage=failed.stage)
+    elif any(run.state is StageState.UNTOUCHED for run in op.stages):
+        fail(state, op, "cancelled", "the operation was cancelled")
+    elif op.kind is not OpKind.CAPTURE:
+        _restored(state, op)
+    elif engine is not None and engine.marks.get(op.slot) == "poisoned":
+        fail(state, op, "poisoned", f"slot {op.slot} was marked poisoned during the capture")
+    else:
+        _published(state, op)
+
+
+def _published(state: State, op: Operation) -> None:
+    assert op.staged is not None
+    answers = [run.answer for run in op.stages]
+    image, new_bytes, _ = state.catalog.publish(op.staged, [a for a in answers if a is not None], state.now_unix_s)
+    op.staged = None
+    op.advance("publish")
+    state.count("captures")
+    state.count("new_bytes", new_bytes)
+    image_bytes = sum(run.job_bytes for run in op.stages)
+    state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))
+    release(state, op)
+
+
+def _restored(state: State, op: Operation) -> None:
+    image = op.image
+    assert image is not None
+    op.advance("restore")
+    image.restores += 1
+    if image.image_id in state.catalog.images:
+        state.catalog.touch(image, state.now_unix_s)
+    engine = state.engines.get(op.engine_id)
+    if op.kind is OpKind.TAKE and engine is not None and op.client in state.clients:
+        engine.takes.add(image.image_id)  # `taken` stays up until the client acknowledges or is gone
+    elif op.kind is OpKind.TAKE:
+        image.taken -= 1
+    state.count("takes" if op.kind is OpKind.TAKE else "restores")
+    image_bytes = sum(run.job_bytes for run in op.stages)
+    state.reply(op.client, Restored(op.seq, image.image_id, op.token_count, image_bytes, op.outcomes))
+    release(state, op)
+
+
+def fail(state: State, op: Operation, code: str, message: str, *, stage: int = -1) -> None:
+    """End an operation without success: extents go back, the caller is told. No stage may still be running."""
+    assert not any(run.state in RUNNING for run in op.stages)
+    _skip_pending(op)
+    op.advance("fail")
+    if op.staged is not None:
+        state.catalog.discard(op.staged)
+        op.staged = None
+    if op.kind is OpKind.TAKE and op.image is not None:
+        op.image.taken -= 1
+    state.count(f"{op.kind.value}s_failed")
+    state.log("warning", "operation failed", op=op.op_id, kind=op.kind.value, code=code, stage=stage, why=message)
+    state.reply(op.client, Failed(op.seq, code, message, stage, op.outcomes, state.settings.start_id))
+    release(state, op)
+
+
+def release(state: State, op: Operation) -> None:
+    """Let go of everything an ended operation held."""
+    for stage in tuple(op.fenced):
+        _lower(state, op, stage)
+    if op.chunks and op.image is not None:
+        state.catalog.end_read(op.image, op.chunks)
+        op.chunks = ()
+    del state.ops[op.op_id]
+    client = state.clients.get(op.client)
+    if client is not None:
+        client.seqs.pop(op.seq, None)
+    engine = state.engines.get(op.engine_id)
+    if engine is not None:
+        engine.ops -= 1

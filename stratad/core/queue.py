@@ -1,0 +1,128 @@
+"""Operations that wait: for a worker, a pool, a shuttle or space."""
+
+from ipc.messages import Progress
+from stratad.core import arenas, jobs
+from stratad.core.failures import Refusal
+from stratad.core.intake import raise_fences
+from stratad.core.ops import Operation, OpKind, OpState
+from stratad.core.state import Engine, PoolState, State, WorkerState
+
+
+def submit(state: State, op: Operation) -> None:
+    """Take an operation in and start it if nothing stands in its way.
+
+    Raises:
+        Refusal: it cannot be; nothing was changed.
+    """
+    if state.stopping:
+        raise Refusal("stopping", "the daemon is stopping")
+    if len(state.ops) >= state.settings.max_ops:
+        raise Refusal("too_many", f"{len(state.ops)} operations are in flight, the limit is {state.settings.max_ops}")
+    engine = state.engines[op.engine_id]
+    _refuse_dead(state, op, engine)
+    raise_fences(state, op)
+    state.ops[op.op_id] = op
+    state.wake_by(op.deadline_s)
+    engine.ops += 1
+    client = state.clients[op.client]
+    client.seqs[op.seq] = op.op_id
+    if op.image is not None:
+        op.chunks = state.catalog.read(op.image)
+        if op.kind is OpKind.TAKE:
+            op.image.taken += 1
+    try_start(state, op)
+    if op.state is OpState.WAITING and not op.told_accepted:
+        op.told_accepted = True
+        state.reply(op.client, Progress(op.seq, "accepted"))
+
+
+def _refuse_dead(state: State, op: Operation, engine: Engine) -> None:
+    """Refuse what no waiting can mend: a worker that was given up, a pool that could not be opened again."""
+    for run in op.stages:
+        worker = state.workers[run.worker]
+        if worker.state in (WorkerState.FAILED, WorkerState.STOPPED):
+            raise Refusal(
+                "worker_unavailable", f"worker {worker.name} is {worker.state.value}: {worker.detail}", stage=run.stage
+            )
+        stage = engine.stages[run.stage]
+        if stage.state is PoolState.FAILED:
+            raise Refusal(stage.code, f"the pool could not be opened again: {stage.message}", stage=run.stage)
+
+
+def try_start(state: State, op: Operation) -> None:
+    """Start a waiting operation if it can be; end it if it never will."""
+    engine = state.engines[op.engine_id]
+    try:
+        _refuse_dead(state, op, engine)
+        op.waits_for = _obstacle(state, op, engine)
+    except Refusal as refusal:
+        jobs.fail(state, op, refusal.code, refusal.message, stage=refusal.stage)
+        return
+    if not op.waits_for:
+        jobs.start(state, op)
+
+
+def _obstacle(state: State, op: Operation, engine: Engine) -> str:
+    """What the operation still waits for, or "" when all is there (then a capture's extents are reserved).
+
+    Raises:
+        Refusal: it will never be there.
+    """
+    for run in op.stages:
+        worker = state.workers[run.worker]
+        if not worker.can_serve:
+            return f"worker {worker.name}"
+        if engine.stages[run.stage].state is not PoolState.OPEN:
+            return f"pool of stage {run.stage}"
+    if op.kind is OpKind.CAPTURE:
+        return _space(state, op)
+    for run in op.stages:
+        worker = state.workers[run.worker]
+        needed = {extent.shuttle for place in op.places(run) for extent in place.extents}
+        if not needed <= worker.mapped:
+            arenas.tend(state, worker, needed)
+            return f"shuttles of {worker.name}"
+    return ""
+
+
+def _space(state: State, op: Operation) -> str:
+    """Reserve extents. Arenas that may grow do so before anything is evicted.
+
+    Raises:
+        Refusal: ``no_space``, ``too_large``.
+    """
+    spans = [run.spans for run in op.stages]
+    for name in state.catalog.shortfall(op.scope, spans):
+        worker = state.workers[name]
+        if worker.can_grow(state.settings):
+            arenas.tend(state, worker, set())
+            return f"a shuttle of {name}"
+    for name in op.scope.workers:
+        worker = state.workers[name]
+        if not set(worker.sizes) <= worker.mapped:
+            arenas.tend(state, worker)
+            return f"shuttles of {name}"
+    try:
+        op.staged = state.catalog.stage(op.scope, op.conversation, op.tokens, op.state_position, spans)
+    except Refusal as refusal:
+        if refusal.code == "no_space" and any(other.state is OpState.COPYING for other in state.ops.values()):
+            return "space held by operations in flight"
+        raise
+    for name in op.scope.workers:
+        arenas.tend(state, state.workers[name])
+    return ""
+
+
+def pump(state: State) -> None:
+    """Look at every waiting operation again, oldest first. Called after each event that may have freed something."""
+    for op in state.waiting_ops():
+        if op.state is OpState.WAITING:
+            try_start(state, op)
+
+
+def expire(state: State) -> None:
+    """End waiting operations whose caller has stopped waiting."""
+    for op in state.waiting_ops():
+        if op.deadline_s <= state.now_s:
+            waited_s = state.now_s - op.created_s
+            jobs.fail(state, op, "deadline", f"waited {waited_s:.3f} s for {op.waits_for or 'its turn'}")

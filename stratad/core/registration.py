@@ -1,0 +1,246 @@
+"""Engines come and go: their stages' pools are opened at the workers and closed again."""
+
+import msgspec
+
+from ipc.messages import (
+    ClosePool,
+    Failed,
+    MemfdPool,
+    OpenPool,
+    PoolFailed,
+    Register,
+    Registered,
+    Stage,
+    WorkersChanged,
+)
+from shm.layout import LayoutError, check_layout
+from stratad.core import jobs
+from stratad.core.catalog import Scope
+from stratad.core.effects import CloseDescriptor, ForwardDescriptor, SendTo
+from stratad.core.failures import Refusal
+from stratad.core.fingerprints import check_fingerprint, complete_fingerprint, fingerprint_id
+from stratad.core.intake import check_name
+from stratad.core.ops import OpState
+from stratad.core.state import ClientRecord, Engine, EngineStage, PoolState, State, Worker, WorkerState
+
+STAGE_LIMIT = 256
+
+
+def register(state: State, client: ClientRecord, request: Register) -> None:
+    """Begin a registration; its reply follows when every stage's pool is open.
+
+    Raises:
+        Refusal: names the stage, what was wrong and what was expected.
+    """
+    if state.stopping:
+        raise Refusal("stopping", "the daemon is stopping")
+    check_name("namespace", request.namespace)
+    check_name("engine", request.engine)
+    owner = state.owners.get(request.namespace, client.uid)
+    if owner != client.uid:
+        raise Refusal("not_permitted", f"namespace {request.namespace!r} belongs to uid {owner}, you are {client.uid}")
+    check_fingerprint(request.fingerprint)
+    if not 0 < len(request.stages) <= STAGE_LIMIT:
+        raise Refusal("bad_value", f"an engine has 1 to {STAGE_LIMIT} stages, got {len(request.stages)}")
+    if [stage.index for stage in request.stages] != list(range(len(request.stages))):
+        raise Refusal("bad_value", f"stages must be numbered 0..{len(request.stages) - 1} in order")
+    workers = [_worker_for(state, stage) for stage in request.stages]
+    fields = complete_fingerprint(request.fingerprint, [stage.layout for stage in request.stages])
+    fingerprint = fingerprint_id(fields)
+    stages = tuple(
+        EngineStage(stage, worker.name, state.number("pool"))
+        for stage, worker in zip(request.stages, workers, strict=True)
+    )
+    engine = Engine(
+        state.number("engine"),
+        client.client,
+        request.namespace,
+        request.engine,
+        Scope(request.namespace, fingerprint, tuple(worker.name for worker in workers)),
+        fields,
+        stages,
+        request.seq,
+        state.now_s + request.deadline_s,
+    )
+    state.owners[request.namespace] = client.uid
+    state.fingerprint_fields[fingerprint] = fields
+    state.engines[engine.engine_id] = engine
+    state.wake_by(engine.register_deadline_s)
+    client.engines.add(engine.engine_id)
+    for stage in stages:
+        state.pools[stage.pool] = stage
+        _open(state, engine, stage)
+
+
+def _worker_for(state: State, stage: Stage) -> Worker:
+    """The worker of a stage's device.
+
+    Raises:
+        Refusal: ``foreign_device``, ``bad_layout``, ``worker_unavailable`` or ``bad_value``.
+    """
+    worker = next((w for w in state.workers.values() if w.device == stage.device), None)
+    if worker is None:
+        known = ", ".join(sorted(w.device for w in state.workers.values()))
+        raise Refusal(
+            "foreign_device", f"no worker serves device {stage.device[:64]!r}; served are {known}", stage=stage.index
+        )
+    if worker.state in (WorkerState.FAILED, WorkerState.STOPPED):
+        raise Refusal(
+            "worker_unavailable", f"worker {worker.name} is {worker.state.value}: {worker.detail}", stage=stage.index
+        )
+    if isinstance(stage.pool, MemfdPool) != stage.device.startswith("cpu:"):
+        raise Refusal("bad_value", f"device {stage.device} cannot hold a pool of this kind", stage=stage.index)
+    if stage.layout.chunk_tokens != state.settings.chunk_tokens:
+        raise Refusal(
+            "bad_layout",
+            f"chunk_tokens must be the daemon's {state.settings.chunk_tokens}, got {stage.layout.chunk_tokens}",
+            stage=stage.index,
+        )
+    try:
+        check_layout(stage.layout, stage.pool.pool_bytes)
+    except LayoutError as exc:
+        raise Refusal("bad_layout", str(exc), stage=stage.index) from exc
+    return worker
+
+
+def _open(state: State, engine: Engine, stage: EngineStage) -> None:
+    """Ask the worker to open a pool, as soon as it is ready."""
+    worker = state.workers[stage.worker]
+    if not worker.can_serve:
+        stage.state = PoolState.WAITING
+        return
+    stage.state = PoolState.OPENING
+    description = stage.stage
+    client = state.clients[engine.client]
+    if isinstance(description.pool, MemfdPool):
+        state.out.append(ForwardDescriptor(engine.client, description.pool.descriptor, worker.name, stage.pool))
+        description = msgspec.structs.replace(description, pool=MemfdPool(stage.pool, description.pool.pool_bytes))
+    if engine.registered:  # opened again: the engine has written since it read the probe
+        description = msgspec.structs.replace(description, probe_offsets=b"", probe_bytes=b"")
+    state.out.append(SendTo(worker.name, OpenPool(stage.pool, description, client.pid, client.start_ticks)))
+
+
+def worker_ready(state: State, worker: Worker) -> None:
+    """Open every pool of a worker that has just become ready, and tell the engines whom they deal with now."""
+    for engine in state.engines.values():
+        if engine.closing:
+            continue
+        mine = [stage for stage in engine.stages if stage.worker == worker.name]
+        if mine and engine.registered:
+            state.reply(engine.client, WorkersChanged(-1, engine.engine_id, state.worker_processes(engine)))
+        for stage in mine:
+            _open(state, engine, stage)
+
+
+def worker_lost(state: State, worker: Worker) -> None:
+    """The worker's process ended and its mappings with it."""
+    for engine in list(state.engines.values()):
+        for stage in engine.stages:
+            if stage.worker == worker.name and stage.state in (PoolState.OPENING, PoolState.OPEN):
+                stage.state = PoolState.WAITING
+        if engine.closing:
+            _remove_if_idle(state, engine)
+
+
+def worker_given_up(state: State, worker: Worker) -> None:
+    """Registrations that wait for a worker that will not come end now."""
+    for engine in list(state.engines.values()):
+        if engine.registered or engine.closing:
+            continue
+        for number, stage in enumerate(engine.stages):
+            if stage.worker == worker.name:
+                _refuse(state, engine, "worker_unavailable", f"worker {worker.name} failed: {worker.detail}", number)
+                break
+
+
+def pool_opened(state: State, pool: int) -> None:
+    """A pool is mapped at its worker; the last one of an engine completes its registration."""
+    found = _engine_of_pool(state, pool)
+    if found is None:
+        return
+    engine, stage = found
+    stage.state = PoolState.OPEN
+    if engine.registered or engine.closing or any(s.state is not PoolState.OPEN for s in engine.stages):
+        return
+    engine.registered = True
+    state.count("registrations")
+    state.log(
+        "info", "engine registered", engine=engine.engine_id, namespace=engine.namespace, stages=len(engine.stages)
+    )
+    state.reply(engine.client, Registered(engine.register_seq, engine.engine_id, state.worker_processes(engine)))
+
+
+def pool_failed(state: State, report: PoolFailed) -> None:
+    """A pool could not be used: a registration ends, a registered engine's operations on that stage will."""
+    found = _engine_of_pool(state, report.pool)
+    if found is None:
+        return
+    engine, stage = found
+    stage.state = PoolState.FAILED
+    stage.code, stage.message = report.code, report.message
+    state.log("warning", "pool failed", engine=engine.engine_id, stage=stage.stage.index, code=report.code)
+    if not engine.registered:
+        _refuse(state, engine, report.code, report.message, stage.stage.index)
+
+
+def expire(state: State) -> None:
+    """End registrations whose caller has stopped waiting."""
+    for engine in list(state.engines.values()):
+        if not engine.registered and not engine.closing and engine.register_deadline_s <= state.now_s:
+            waiting = next(s for s in engine.stages if s.state is not PoolState.OPEN)
+            what = (
+                f"stage {waiting.stage.index}: worker {waiting.worker} is {state.workers[waiting.worker].state.value}"
+            )
+            _refuse(state, engine, "deadline", f"the pools were not open in time ({what})", waiting.stage.index)
+
+
+def _refuse(state: State, engine: Engine, code: str, message: str, stage: int) -> None:
+    state.reply(engine.client, Failed(engine.register_seq, code, message, stage, (), state.settings.start_id))
+    close(state, engine)
+
+
+def close(state: State, engine: Engine) -> None:
+    """End an engine: what waits is ended, what is being copied goes on, then its pools are closed. Images stay."""
+    if engine.closing:
+        return
+    engine.closing = True
+    for op in list(state.ops.values()):
+        if op.engine_id == engine.engine_id and op.state is OpState.WAITING:
+            jobs.fail(state, op, "engine_gone", "the engine was closed")
+    for image_id in engine.takes:
+        image = state.catalog.images.get(image_id)
+        if image is not None:
+            image.taken -= 1
+    engine.takes.clear()
+    _remove_if_idle(state, engine)
+
+
+def _remove_if_idle(state: State, engine: Engine) -> None:
+    if engine.ops:
+        return
+    for stage in engine.stages:
+        if stage.state in (PoolState.OPEN, PoolState.OPENING) and state.workers[stage.worker].can_serve:
+            state.out.append(SendTo(stage.worker, ClosePool(stage.pool)))
+        if isinstance(stage.stage.pool, MemfdPool):
+            state.out.append(CloseDescriptor(engine.client, stage.stage.pool.descriptor))
+        del state.pools[stage.pool]
+    del state.engines[engine.engine_id]
+    client = state.clients.get(engine.client)
+    if client is not None:
+        client.engines.discard(engine.engine_id)
+    state.log("info", "engine closed", engine=engine.engine_id, namespace=engine.namespace)
+
+
+def remove_idle(state: State) -> None:
+    """Remove closed engines whose last operation has ended."""
+    for engine in list(state.engines.values()):
+        if engine.closing:
+            _remove_if_idle(state, engine)
+
+
+def _engine_of_pool(state: State, pool: int) -> tuple[Engine, EngineStage] | None:
+    stage = state.pools.get(pool)
+    if stage is None:
+        return None
+    engine = next((e for e in state.engines.values() if stage in e.stages), None)
+    return None if engine is None else (engine, stage)

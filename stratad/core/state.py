@@ -1,0 +1,223 @@
+"""Everything the core knows: its settings, and its records of clients, engines and workers."""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from ipc.messages import Reply, Stage, WorkerProcess, WorkerReady
+from stratad.core.arena import Arena
+from stratad.core.catalog import Catalog, Scope
+from stratad.core.effects import Effect, LogLine, ReplyTo
+from stratad.core.fences import RowFences
+from stratad.core.ops import Operation, OpState
+from stratad.core.restarts import RestartPolicy
+
+
+class Instant(NamedTuple):
+    """When an event happened: monotonic seconds, by which everything is decided, and Unix seconds, which are shown."""
+
+    now_s: float
+    now_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the core is told at start. Sizes in bytes, times in seconds."""
+
+    instance: str
+    uid: int
+    pid: int
+    start_id: bytes
+    package_hash: str
+    commit: str
+    parallel: bool
+    chunk_tokens: int
+    budget_bytes: int
+    budget_images: int
+    shuttle_bytes: int
+    arena_bytes: int
+    prefault: bool
+    max_message_bytes: int
+    max_clients: int
+    max_ops: int
+    boot_s: float
+    job_floor_s: float
+    link_floor_bytes_per_s: float
+    restarts: RestartPolicy
+    shown: tuple[tuple[str, str], ...] = ()
+
+
+class WorkerState(Enum):
+    """Where a worker is. KILLED: SIGKILL was sent, its end is not proven yet."""
+
+    STARTING = "starting"
+    READY = "ready"
+    KILLED = "killed"
+    DEAD = "dead"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """The process that serves one device, over all its generations. Its arena outlives its processes."""
+
+    name: str
+    device: str
+    arena: Arena
+    state: WorkerState = WorkerState.DEAD
+    generation: int = 0
+    pid: int = 0
+    start_ticks: int = 0
+    born_s: float = 0.0
+    next_start_s: float = 0.0
+    deaths: int = 0
+    deaths_in_row: int = 0
+    kill_code: str = ""
+    detail: str = ""
+    ready: WorkerReady | None = None
+    segments: dict[int, str] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    mapped: set[int] = field(default_factory=set)
+    locked: set[int] = field(default_factory=set)
+    making: int | None = None
+    grow_failed: str = ""
+    jobs: dict[int, tuple[Operation, int]] = field(default_factory=dict)
+    job_bytes: int = 0
+    resources: dict[str, int] = field(default_factory=dict)
+    census: int = 0
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether it takes jobs now."""
+        return self.state is WorkerState.READY
+
+    def can_grow(self, settings: Settings) -> bool:
+        """Whether another shuttle is on its way or allowed."""
+        if self.grow_failed or self.state in (WorkerState.FAILED, WorkerState.STOPPED):
+            return False
+        return self.making is not None or sum(self.sizes.values()) + settings.shuttle_bytes <= settings.arena_bytes
+
+
+class PoolState(Enum):
+    """Where a stage's pool is at its worker."""
+
+    WAITING = "waiting"
+    OPENING = "opening"
+    OPEN = "open"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class EngineStage:
+    """One registered stage. `pool` is the number under which the worker knows it."""
+
+    stage: Stage
+    worker: str
+    pool: int
+    state: PoolState = PoolState.WAITING
+    code: str = ""
+    message: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """A registered engine. Until `registered`, request `register_seq` waits for its pools."""
+
+    engine_id: int
+    client: int
+    namespace: str
+    name: str
+    scope: Scope
+    fingerprint: dict[str, str]
+    stages: tuple[EngineStage, ...]
+    register_seq: int
+    register_deadline_s: float
+    registered: bool = False
+    closing: bool = False
+    marks: dict[int, str] = field(default_factory=dict)
+    ops: int = 0
+    takes: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class ClientRecord:
+    """A connected client, as the kernel vouches for it."""
+
+    client: int
+    pid: int
+    uid: int
+    start_ticks: int
+    greeted: bool = False
+    name: str = ""
+    engines: set[int] = field(default_factory=set)
+    seqs: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class StatsRequest:
+    """A `Stats` request that waits for the workers' counters."""
+
+    client: int
+    seq: int
+    waiting: set[str]
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class State:
+    """The core's whole state. `out` collects the effects of the event in hand."""
+
+    settings: Settings
+    catalog: Catalog
+    fences: RowFences = field(default_factory=RowFences)
+    workers: dict[str, Worker] = field(default_factory=dict)
+    clients: dict[int, ClientRecord] = field(default_factory=dict)
+    engines: dict[int, Engine] = field(default_factory=dict)
+    pools: dict[int, EngineStage] = field(default_factory=dict)
+    ops: dict[int, Operation] = field(default_factory=dict)
+    stats_requests: list[StatsRequest] = field(default_factory=list)
+    owners: dict[str, int] = field(default_factory=dict)
+    fingerprint_fields: dict[str, dict[str, str]] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    now_s: float = 0.0
+    now_unix_s: float = 0.0
+    started_s: float = 0.0
+    stopping: bool = False
+    due_s: float = math.inf
+    out: list[Effect] = field(default_factory=list)
+
+    def wake_by(self, when_s: float) -> None:
+        """Something falls due at `when_s`: `due_s` is a lower bound of all such times, made exact at each tick."""
+        self.due_s = min(self.due_s, when_s)
+
+    def number(self, kind: str) -> int:
+        """The next number of a kind (engine, pool, op, job, census), from 1."""
+        self.numbers[kind] = self.numbers.get(kind, 0) + 1
+        return self.numbers[kind]
+
+    def count(self, counter: str, by: int = 1) -> None:
+        """Add to a counter since start."""
+        self.counters[counter] = self.counters.get(counter, 0) + by
+
+    def log(self, level: str, message: str, **fields: str | int | float) -> None:
+        """Ask for a log line."""
+        self.out.append(LogLine(level, message, tuple(fields.items())))
+
+    def reply(self, client: int, message: Reply) -> None:
+        """Ask for a message to a client; one that is gone gets none."""
+        if client in self.clients:
+            self.out.append(ReplyTo(client, message))
+
+    def worker_processes(self, engine: Engine) -> tuple[WorkerProcess, ...]:
+        """Who serves the stages of an engine now."""
+        return tuple(
+            WorkerProcess(number, stage.worker, self.workers[stage.worker].pid, self.workers[stage.worker].start_ticks)
+            for number, stage in enumerate(engine.stages)
+        )
+
+    def waiting_ops(self) -> list[Operation]:
+        """Operations that have not started, oldest first."""
+        return [op for op in self.ops.values() if op.state is OpState.WAITING]

@@ -1,0 +1,157 @@
+"""What the core shows of itself: answers to `Stats`, `ListImages` and `Show`."""
+
+from ipc.messages import (
+    TOKEN_BYTES,
+    ChunkInfo,
+    EngineInfo,
+    ImageDetail,
+    ImageInfo,
+    OpInfo,
+    StatsReply,
+    WorkerInfo,
+)
+from shm.extent import GRANULE_BYTES, pack_places
+from stratad.core.catalog import Image
+from stratad.core.ops import RUNNING
+from stratad.core.state import Engine, State, Worker, WorkerState
+
+
+def image_info(state: State, image: Image) -> ImageInfo:
+    """One image as clients see it."""
+    chunks = list(image.chunks())
+    return ImageInfo(
+        image.image_id,
+        image.scope.namespace,
+        image.conversation,
+        len(image.tokens) // TOKEN_BYTES,
+        len(image.stages),
+        sum(chunk.place.length_bytes for chunk in chunks),
+        sum(chunk.granule_bytes for chunk in chunks),
+        state.catalog.exclusive_bytes(image),
+        len(chunks),
+        image.pinned,
+        image.damaged,
+        image.created_unix_s,
+        image.used_unix_s,
+        image.restores,
+    )
+
+
+def image_detail(state: State, seq: int, image: Image) -> ImageDetail:
+    """One image with all its chunks."""
+    chunks = tuple(
+        ChunkInfo(
+            stage,
+            chunk.key.is_state,
+            chunk.key.token_count,
+            chunk.key.length_bytes,
+            chunk.references,
+            chunk.key.algorithm,
+            chunk.key.digest,
+            pack_places([chunk.place]),
+            tuple(state.workers[chunk.key.worker].segments[extent.shuttle] for extent in chunk.place.extents),
+        )
+        for stage, stage_chunks in enumerate(image.stages)
+        for chunk in stage_chunks
+    )
+    return ImageDetail(seq, image_info(state, image), state.fingerprint_fields.get(image.scope.fingerprint, {}), chunks)
+
+
+def worker_info(worker: Worker) -> WorkerInfo:
+    """One worker."""
+    ready = worker.ready
+    return WorkerInfo(
+        worker.name,
+        worker.device,
+        worker.state.value,
+        worker.pid,
+        worker.generation,
+        worker.deaths,
+        ready.cpus if ready else (),
+        len(worker.sizes),
+        sum(worker.sizes.values()),
+        sum(worker.sizes[index] for index in worker.locked),
+        worker.arena.free_granules * GRANULE_BYTES,
+        worker.arena.used_granules * GRANULE_BYTES,
+        len(worker.jobs),
+        ready.digest_algorithm if ready else "",
+        dict(worker.resources),
+        worker.detail,
+        mapped=len(worker.mapped),
+        digest_path=ready.digest_path if ready else "",
+        device_name=ready.device_name if ready else "",
+        start_s=ready.start_s if ready else 0.0,
+    )
+
+
+def engine_info(state: State, engine: Engine) -> EngineInfo:
+    """One engine."""
+    client = state.clients.get(engine.client)
+    marks: dict[str, int] = {}
+    for mark in engine.marks.values():
+        marks[mark] = marks.get(mark, 0) + 1
+    return EngineInfo(
+        engine.engine_id,
+        engine.namespace,
+        engine.name,
+        client.pid if client else 0,
+        client.uid if client else -1,
+        tuple(f"{stage.worker} {stage.state.value}" for stage in engine.stages),
+        engine.scope.fingerprint,
+        engine.fingerprint,
+        engine.ops,
+        marks,
+    )
+
+
+def health(state: State) -> str:
+    """``ok``: every worker serves; ``degraded``: some do; ``starting``: none does yet; ``failed``: none does."""
+    serving = [worker.state is WorkerState.READY and not worker.grow_failed for worker in state.workers.values()]
+    if all(serving):
+        return "ok"
+    if any(worker.can_serve for worker in state.workers.values()):
+        return "degraded"
+    first_start = any(
+        w.state in (WorkerState.STARTING, WorkerState.DEAD) and not w.deaths for w in state.workers.values()
+    )
+    return "starting" if first_start else "failed"
+
+
+def stats(state: State, seq: int) -> StatsReply:
+    """Everything at this instant. The shell adds the processes' resident memory, which only it can see."""
+    catalog = state.catalog
+    staged_bytes = catalog.staged_bytes
+    counters = dict(state.counters)
+    counters["evictions"] = catalog.evictions
+    return StatsReply(
+        seq,
+        state.settings.instance,
+        state.settings.pid,
+        state.now_s - state.started_s,
+        health(state),
+        tuple(worker_info(worker) for worker in state.workers.values()),
+        tuple(engine_info(state, engine) for engine in state.engines.values()),
+        tuple(
+            OpInfo(
+                op.op_id,
+                op.kind.value,
+                op.state.value + (f": {op.waits_for}" if op.waits_for else ""),
+                op.scope.namespace,
+                op.conversation,
+                op.engine_id,
+                state.now_s - op.created_s,
+                tuple(run.stage for run in op.stages if run.state in RUNNING),
+            )
+            for op in state.ops.values()
+        ),
+        len(catalog.images),
+        len(catalog.chunks),
+        catalog.budget_bytes,
+        catalog.budget_images,
+        catalog.used_bytes - staged_bytes,
+        staged_bytes,
+        sum(arena.free_granules for arena in catalog.arenas.values()) * GRANULE_BYTES,
+        (),
+        counters,
+        dict(state.settings.shown),
+    )

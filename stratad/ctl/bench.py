@@ -1,0 +1,70 @@
+"""``stratactl bench NAME``: run one benchmark and show its rows and ratios."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from stratad.bench.progress import Progress
+from stratad.bench.report import Report, Row
+from stratad.ctl.connection import Target
+from stratad.ctl.exit_codes import ExitCode
+from stratad.ctl.output import Answer, CommandError, Json, table
+
+MIN_ROUNDS: Final = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser, add_common: Callable[[argparse.ArgumentParser], None]) -> None:
+    """One sub-parser a benchmark; `add_common` gives each the options that every command takes."""
+    from stratad.bench import control, copy, stages  # noqa: PLC0415 - `stratactl status` must not load them
+
+    names = parser.add_subparsers(metavar="NAME", required=True)
+    for module in (control, stages, copy):
+        command = names.add_parser(module.NAME, help=module.SUMMARY, description=module.SUMMARY)
+        add_common(command)
+        command.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"at least {MIN_ROUNDS} (the default)")
+        command.add_argument("--quiet", action="store_true", help="no progress on stderr")
+        module.add_arguments(command)
+        command.set_defaults(bench=module.run)
+
+
+def run_bench(args: argparse.Namespace, target: Target) -> Answer:
+    """Run the chosen benchmark. Raises what it raises.
+
+    Raises:
+        CommandError: too few rounds.
+    """
+    if args.rounds < MIN_ROUNDS:
+        raise CommandError(ExitCode.USAGE, "bad_value", f"--rounds must be at least {MIN_ROUNDS}, got {args.rounds}")
+    bench: Callable[[argparse.Namespace, Target, Progress], Report] = args.bench
+    # Whoever ends us by SIGTERM wants the daemons gone too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report = bench(args, target, _silent if args.quiet else _to_stderr)
+    return Answer(lines=[*rows_table(report.rows), "", *_ratio_lines(report)], data=report.as_json())
+
+
+def _silent(_text: str) -> None:
+    """Progress of a quiet run."""
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def rows_table(rows: Sequence[Row]) -> list[str]:
+    """Rows as a table; columns in the order in which they first appear."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return table(keys, ([_cell(row.get(key)) for key in keys] for row in rows))
+
+
+def _cell(value: Json) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def _ratio_lines(report: Report) -> list[str]:
+    return [f"{name}: {_cell(value)}" for name, value in report.ratios.items()]

@@ -1,0 +1,132 @@
+"""Checks of the run directory's sockets, and of the daemon behind them."""
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ipc.messages import StatsReply
+from ipc.rundir import RunDirError, check_socket_path
+from shm.shuttle import MOUNT
+from stratad.ctl.connection import Connect, Target, connected, listens, paths_of
+from stratad.ctl.findings import Check, State
+from stratad.ctl.output import CommandError, JsonObject, human_age
+from stratad.paths import PathError, SocketPaths
+from stratad.version import package_hash
+
+_LOCK_WORDS: Final = 8
+_TRUST_FIX: Final = "`chown` it to the daemon's user and `chmod 0750` it, or choose another with --run-dir"
+
+
+def sockets(target: Target) -> Iterator[Check]:
+    """Path length, owner and mode of the run directory, and sockets that nobody listens at."""
+    try:
+        paths = paths_of(target)
+        check_socket_path(paths.client)
+    except (PathError, RunDirError) as exc:
+        yield Check("sockets", State.FAIL, str(exc), "choose another one with --run-dir or --instance")
+        return
+    yield instance_lock(target.instance, answers=listens(paths.life, socket.SOCK_SEQPACKET) is True)
+    if not paths.directory.exists():
+        yield Check("sockets", State.OK, f"{paths.directory} is not there: the daemon makes it at its start")
+        return
+    yield directory(paths.directory)
+    yield from _stale(paths)
+
+
+def directory(folder: Path) -> Check:
+    """Whether nobody but its owner may put sockets into a run directory, and we may use it."""
+    status = folder.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    text = f"{folder} belongs to uid {status.st_uid}, mode {mode:04o}"
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return Check("run directory", State.FAIL, f"{text}: others may write to it", _TRUST_FIX)
+    if status.st_uid not in (os.geteuid(), 0):
+        fix = "run the engine and stratactl as this user or in this user's group"
+        return Check("run directory", State.WARN, f"{text}: a daemon of another user", fix)
+    return Check("run directory", State.OK, text)
+
+
+def _stale(paths: SocketPaths) -> Iterator[Check]:
+    """Sockets whose listener is gone: the next daemon replaces them, but clients meet them first."""
+    kinds = {paths.life: socket.SOCK_SEQPACKET, paths.client: socket.SOCK_STREAM, paths.worker: socket.SOCK_STREAM}
+    found = {path: listens(path, kind) for path, kind in kinds.items()}
+    stale = [path.name for path, answer in found.items() if answer is False]
+    missing = [path.name for path, answer in found.items() if answer is None]
+    if stale:
+        text = f"nobody listens at {', '.join(stale)} in {paths.directory}: left by a daemon that died"
+        yield Check("sockets", State.WARN, text, "start the daemon: it replaces them")
+    elif missing and len(missing) < len(kinds):
+        text = f"{', '.join(missing)} missing in {paths.directory}"
+        yield Check("sockets", State.FAIL, text, "restart the daemon: somebody removed its sockets")
+    elif missing:
+        yield Check("sockets", State.OK, f"no sockets in {paths.directory}")
+    else:
+        yield Check("sockets", State.OK, f"all of {', '.join(path.name for path in kinds)} are listened at")
+
+
+def instance_lock(instance: str, *, answers: bool, shm: Path = MOUNT, locks: Path = Path("/proc/locks")) -> Check:
+    """Who holds the instance lock. It is looked up, never taken: a daemon that starts meanwhile must not meet us.
+
+    `answers` says whether somebody listens at the instance's sockets.
+    """
+    path = shm / f"stratad.{instance}.lock"
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return Check("lock", State.OK, f"{path} is not there")
+    if status.st_uid != os.geteuid():
+        fix = "run as that user, or choose another --instance"
+        return Check("lock", State.WARN, f"{path} belongs to uid {status.st_uid}", fix)
+    holder = lock_holder(locks.read_text(), status.st_dev, status.st_ino)
+    if holder is None:
+        return Check("lock", State.OK, f"nobody holds {path}")
+    if answers:
+        return Check("lock", State.OK, f"pid {holder} holds {path}", data={"holder": holder})
+    return Check(
+        "lock",
+        State.FAIL,
+        f"pid {holder} holds {path} but no daemon answers for instance {instance}",
+        f"see what pid {holder} does and whether it uses another run directory; end it if it hangs",
+        {"holder": holder},
+    )
+
+
+def lock_holder(locks: str, device: int, inode: int) -> int | None:
+    """Pid that holds a flock on a file, out of the text of /proc/locks; None where nobody does."""
+    name = f"{os.major(device):02x}:{os.minor(device):02x}:{inode}"
+    for line in locks.splitlines():
+        words = line.split()
+        # number: FLOCK ADVISORY WRITE pid major:minor:inode start end; waiting ones have an arrow in second place.
+        if len(words) == _LOCK_WORDS and words[1] == "FLOCK" and words[5] == name:
+            return int(words[4])
+    return None
+
+
+class DaemonFinding(NamedTuple):
+    """What became of the attempt to ask the daemon; `stats` is None where none answered."""
+
+    check: Check
+    stats: StatsReply | None
+
+
+def daemon(target: Target, connect: Connect) -> DaemonFinding:
+    """Whether a daemon answers, and whether it runs the files that are installed here."""
+    try:
+        paths = paths_of(target)
+    except PathError as exc:
+        return DaemonFinding(Check("daemon", State.FAIL, str(exc), "choose another --run-dir or --instance"), None)
+    if listens(paths.life, socket.SOCK_SEQPACKET) is not True:
+        return DaemonFinding(Check("daemon", State.OK, f"no daemon runs as instance {target.instance}"), None)
+    try:
+        with connected(target, connect, package_hash()) as client:
+            stats = client.stats()
+    except CommandError as exc:
+        return DaemonFinding(Check("daemon", State.FAIL, f"{exc.what} [{exc.code}]", exc.fix, exc.data), None)
+    text = f"pid {stats.pid} answers, {stats.health}, up {human_age(stats.uptime_s)}, same build"
+    state = State.OK if stats.health == "ok" else State.WARN
+    fix = "" if state is State.OK else "see `stratactl status`"
+    data: JsonObject = {"pid": stats.pid, "health": stats.health}
+    return DaemonFinding(Check("daemon", state, text, fix, data), stats)

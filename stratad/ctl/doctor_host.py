@@ -1,0 +1,168 @@
+"""Checks of the host: devices, kernel features, and the user the daemon would run as.
+
+Nothing here imports torch or opens a GPU in this process: a driver that hangs must not hang the doctor.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from stratad.ctl.findings import Check, State
+
+# nvidia-smi needs a second or two when no process keeps the driver loaded.
+_NVIDIA_SMI_TIMEOUT_S: Final = 15.0
+# A first import of torch from a cold disk was seen to take over ten seconds.
+_TORCH_TIMEOUT_S: Final = 60.0
+_GPU_LINE: Final = re.compile(r"^GPU (?P<index>\d+): (?P<name>.*) \(UUID: (?P<uuid>GPU-[0-9a-fA-F-]+)\)")
+_LAST_SYSTEM_UID: Final = 999
+_TORCH_PROBE: Final = "import torch; print(torch.__version__, torch.cuda.is_available(), torch.cuda.device_count())"
+
+
+def devices(*, try_torch: bool, root: Path = Path("/")) -> Iterator[Check]:
+    """GPUs that the kernel driver and nvidia-smi see; with `try_torch` also what torch sees."""
+    from_driver = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    has_kfd = (root / "dev/kfd").exists()
+    if not from_driver and not has_kfd:
+        yield Check("devices", State.OK, "no GPU: the daemon runs cpu workers", data={"gpus": []})
+        return
+    if from_driver:
+        yield _nvidia(len(from_driver))
+    if has_kfd:
+        usable = os.access(root / "dev/kfd", os.R_OK | os.W_OK)
+        state = State.OK if usable else State.FAIL
+        fix = "" if usable else "add the daemon's user to the groups render and video"
+        yield Check("devices", state, f"/dev/kfd is {'usable' if usable else 'not accessible'} (ROCm)", fix)
+    if try_torch:
+        yield _torch()
+
+
+def parse_gpu_list(text: str) -> list[dict[str, str]]:
+    """GPUs in the output of ``nvidia-smi -L``."""
+    return [match.groupdict() for line in text.splitlines() if (match := _GPU_LINE.match(line))]
+
+
+def _nvidia(in_driver: int) -> Check:
+    fix = "see that `nvidia-smi -L` works for this user; after a driver update the host may need a reboot"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        return Check("devices", State.WARN, f"{in_driver} GPUs in the driver, but no nvidia-smi to name them", fix)
+    except subprocess.TimeoutExpired:
+        return Check("devices", State.FAIL, f"nvidia-smi did not answer in {_NVIDIA_SMI_TIMEOUT_S:g} s", fix)
+    gpus = parse_gpu_list(done.stdout)
+    if not gpus:
+        text = (done.stdout + done.stderr).strip().splitlines()
+        return Check("devices", State.FAIL, f"nvidia-smi found no GPU: {text[0] if text else 'no output'}", fix)
+    names = ", ".join(f"{gpu['index']}: {gpu['name']}" for gpu in gpus)
+    return Check("devices", State.OK, f"{len(gpus)} GPUs ({names})", data={"gpus": [dict(gpu) for gpu in gpus]})
+
+
+def _torch() -> Check:
+    fix = "install a torch build for this driver into the daemon's virtual environment"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _TORCH_PROBE],
+            capture_output=True,
+            text=True,
+            timeout=_TORCH_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Check("torch", State.FAIL, f"torch did not answer in {_TORCH_TIMEOUT_S:g} s", fix)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()
+        return Check("torch", State.FAIL, last[-1] if last else f"exit status {done.returncode}", fix)
+    version, available, count = done.stdout.split()[-3:]
+    state = State.OK if available == "True" else State.FAIL
+    return Check("torch", state, f"torch {version} sees {count} GPUs", "" if state is State.OK else fix)
+
+
+def kernel() -> Iterator[Check]:
+    """The kernel features that nothing can replace: pidfds and sealed memfds."""
+    release = os.uname().release
+    missing = [name for name, works in (("pidfd", _pidfd_works()), ("memfd seals", _seals_work())) if not works]
+    if missing:
+        fix = "run Linux 5.4 or newer, and let the sandbox or seccomp filter pass these calls"
+        yield Check("kernel", State.FAIL, f"Linux {release} lacks {' and '.join(missing)}", fix)
+    else:
+        yield Check("kernel", State.OK, f"Linux {release}: pidfd and memfd seals work")
+
+
+def _pidfd_works() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def _seals_work() -> bool:
+    try:
+        fd = os.memfd_create("stratad.doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (OSError, AttributeError):
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def user(uid: int | None = None, root: Path = Path("/")) -> Iterator[Check]:
+    """Whether logind would delete the shuttles when the user logs out."""
+    uid = os.getuid() if uid is None else uid
+    if uid <= _LAST_SYSTEM_UID or not (root / "run/systemd/users").is_dir():
+        yield Check("user", State.OK, f"uid {uid}: no login session owns the shared memory")
+        return
+    if not removes_ipc(_logind_files(root)) or (root / "var/lib/systemd/linger" / _login_name(uid)).exists():
+        yield Check("user", State.OK, f"uid {uid} is a login user; logind keeps its shared memory")
+        return
+    yield Check(
+        "user",
+        State.WARN,
+        f"uid {uid} is a login user: logind deletes its shared memory at its last logout (RemoveIPC)",
+        "run the daemon as a system user, or `loginctl enable-linger`, or set RemoveIPC=no in logind.conf",
+    )
+
+
+def _login_name(uid: int) -> str:
+    import pwd  # noqa: PLC0415 - may ask a directory service, so only where it matters
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _logind_files(root: Path) -> list[str]:
+    """Texts of logind's settings, in the order in which later ones win."""
+    paths = [root / "etc/systemd/logind.conf"]
+    folders = ("usr/lib/systemd/logind.conf.d", "run/systemd/logind.conf.d", "etc/systemd/logind.conf.d")
+    drop_ins = {path.name: path for folder in folders for path in sorted((root / folder).glob("*.conf"))}
+    paths += [drop_ins[name] for name in sorted(drop_ins)]
+    texts: list[str] = []
+    for path in paths:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            texts.append(path.read_text())
+    return texts
+
+
+def removes_ipc(texts: Iterable[str]) -> bool:
+    """The value of ``RemoveIPC=`` after all files; systemd's own default is yes."""
+    value = "yes"
+    for text in texts:
+        for line in text.splitlines():
+            key, equals, given = line.strip().partition("=")
+            if equals and key.strip() == "RemoveIPC":
+                value = given.strip().lower() or "yes"
+    return value in ("yes", "true", "on", "1", "y", "t")

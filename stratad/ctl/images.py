@@ -1,0 +1,136 @@
+"""``stratactl list, show, drop, pin, clear``: the published images."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ipc.messages import ChunkInfo, ImageDetail, ImageInfo
+from shm.extent import unpack_places
+from stratad.ctl.connection import DaemonClient
+from stratad.ctl.output import Answer, JsonObject, human_age, human_bytes, printable, table
+
+
+def list_images(client: DaemonClient, namespace: str, now_unix_s: float) -> Answer:
+    """All images of one namespace, or of every one that the caller may see. Raises what the client raises."""
+    images = client.list_images(namespace)
+    data: JsonObject = {"images": [msgspec.to_builtins(image) for image in images]}
+    if not images:
+        return Answer(lines=["no images"], data=data)
+    return Answer(lines=_image_table(images, now_unix_s), data=data)
+
+
+def _image_table(images: Sequence[ImageInfo], now_unix_s: float) -> list[str]:
+    head = ("image", "namespace", "conversation", "tokens", "stages", "bytes", "stored", "used", "restores", "flags")
+    rows = (
+        (
+            str(image.image_id),
+            image.namespace,
+            image.conversation,
+            str(image.tokens),
+            str(image.stages),
+            human_bytes(image.image_bytes),
+            human_bytes(image.stored_bytes),
+            human_age(now_unix_s - image.used_unix_s),
+            str(image.restores),
+            _flags(image),
+        )
+        for image in images
+    )
+    return table(head, rows)
+
+
+def _flags(image: ImageInfo) -> str:
+    return ",".join(name for name, on in (("pinned", image.pinned), ("damaged", image.damaged)) if on)
+
+
+def show(client: DaemonClient, namespace: str, conversation: str, now_unix_s: float) -> Answer:
+    """One image with its fingerprint and chunks. Raises what the client raises."""
+    detail = client.show(namespace, conversation)
+    return Answer(lines=_detail_lines(detail, now_unix_s), data=_detail_data(detail))
+
+
+def _detail_lines(detail: ImageDetail, now_unix_s: float) -> list[str]:
+    image = detail.image
+    flags = _flags(image)
+    lines = [
+        f"image {image.image_id}: {printable(image.namespace)} / {printable(image.conversation)}"
+        + (f" ({flags})" if flags else ""),
+        f"tokens {image.tokens}, stages {image.stages}, chunks {image.chunks}, "
+        f"{human_bytes(image.image_bytes)} in {human_bytes(image.stored_bytes)} "
+        f"({human_bytes(image.exclusive_bytes)} of its own)",
+        f"captured {human_age(now_unix_s - image.created_unix_s)} ago, "
+        f"used {human_age(now_unix_s - image.used_unix_s)} ago, restored {image.restores} times",
+        "fingerprint:",
+        *(f"  {printable(key)} = {printable(value)}" for key, value in sorted(detail.fingerprint.items())),
+        "",
+    ]
+    rows = (
+        (
+            str(chunk.stage),
+            "state" if chunk.is_state else "rows",
+            str(chunk.token_count),
+            human_bytes(chunk.length_bytes),
+            str(chunk.references),
+            chunk.algorithm,
+            chunk.digest.hex(),
+            " ".join(f"{e['segment']}+{e['offset_bytes']}" for e in _extents(chunk)),
+        )
+        for chunk in detail.chunks
+    )
+    return lines + table(("stage", "kind", "tokens", "bytes", "references", "algorithm", "digest", "place"), rows)
+
+
+def _extents(chunk: ChunkInfo) -> list[dict[str, str | int]]:
+    """Where a chunk lies: the names in `segments` belong to the extents in order, or to all of them."""
+    extents = [extent for place in unpack_places(chunk.extents) for extent in place.extents]
+    names = chunk.segments
+    return [
+        {
+            "segment": names[number] if number < len(names) else (names[-1] if names else str(extent.shuttle)),
+            "offset_bytes": extent.offset_bytes,
+            "length_bytes": extent.length_bytes,
+        }
+        for number, extent in enumerate(extents)
+    ]
+
+
+def _detail_data(detail: ImageDetail) -> JsonObject:
+    return {
+        "image": msgspec.to_builtins(detail.image),
+        "fingerprint": dict(detail.fingerprint),
+        "chunks": [
+            {
+                "stage": chunk.stage,
+                "is_state": chunk.is_state,
+                "token_count": chunk.token_count,
+                "length_bytes": chunk.length_bytes,
+                "references": chunk.references,
+                "algorithm": chunk.algorithm,
+                "digest": chunk.digest.hex(),
+                "extents": [dict(extent) for extent in _extents(chunk)],
+            }
+            for chunk in detail.chunks
+        ],
+    }
+
+
+def drop(client: DaemonClient, namespace: str, conversation: str, *, force: bool) -> Answer:
+    """Drop one image. Raises what the client raises."""
+    count = client.drop(namespace, conversation, force=force)
+    return _counted("dropped", count)
+
+
+def clear(client: DaemonClient, namespace: str) -> Answer:
+    """Drop every image of a namespace that is not pinned. Raises what the client raises."""
+    return _counted("dropped", client.clear(namespace))
+
+
+def pin(client: DaemonClient, namespace: str, conversation: str, *, pinned: bool) -> Answer:
+    """Pin or unpin one image. Raises what the client raises."""
+    client.pin(namespace, conversation, pinned=pinned)
+    word = "pinned" if pinned else "unpinned"
+    return Answer(lines=[f"{word} {printable(namespace)} / {printable(conversation)}"], data={"pinned": pinned})
+
+
+def _counted(verb: str, count: int) -> Answer:
+    return Answer(lines=[f"{verb} {count} {'image' if count == 1 else 'images'}"], data={"count": count})

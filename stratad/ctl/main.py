@@ -1,0 +1,243 @@
+"""Entry point of stratactl: arguments in, one answer out, an exit code that scripts can rely on."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, TextIO
+
+from stratad.ctl import exit_codes
+from stratad.ctl.connection import Connect, DaemonClient, Target, connect_client, connected
+from stratad.ctl.exit_codes import ExitCode
+from stratad.ctl.lazy import LazyParser
+from stratad.ctl.output import Answer, CommandError, write_answer
+from stratad.errors import StratadError
+
+DEFAULT_TIMEOUT_S: Final = 5.0
+MAX_TIMEOUT_S: Final = 86400.0
+DEFAULT_INSTANCE: Final = "default"
+Run = Callable[[argparse.Namespace], Answer]
+
+
+def main(argv: Sequence[str] | None = None, connect: Connect = connect_client) -> int:
+    """Run one command; returns the exit code, never raises and never prints a traceback.
+
+    `connect` is how a daemon is reached (tests hand in their own).
+    """
+    as_json = False
+    try:
+        args = _parse(list(sys.argv[1:] if argv is None else argv), connect)
+        as_json = args.json
+        run: Run = args.run
+        answer = run(args)
+    except SystemExit as exc:  # argparse has printed its own text
+        return exc.code if isinstance(exc.code, int) else ExitCode.USAGE
+    except KeyboardInterrupt:
+        answer = _failure(CommandError(ExitCode.INTERRUPTED, "interrupted", "interrupted"))
+    except CommandError as exc:
+        answer = _failure(exc)
+    except StratadError as exc:
+        answer = _failure(CommandError(ExitCode.FAILED, exc.code, exc.message))
+    except Exception as exc:  # noqa: BLE001 - the last border: a person must never be shown a traceback
+        answer = _failure(CommandError(ExitCode.FAILED, "internal", f"{type(exc).__name__}: {exc}", "report it"))
+    return _finish(answer, as_json=as_json)
+
+
+def _parse(argv: Sequence[str], connect: Connect) -> argparse.Namespace:
+    parser = build_parser(connect)
+    args = parser.parse_args(argv)
+    if not 0 < args.timeout <= MAX_TIMEOUT_S:
+        parser.error(f"argument --timeout: expected seconds in (0, {MAX_TIMEOUT_S:g}], got {args.timeout:g}")
+    return args
+
+
+def _failure(exc: CommandError) -> Answer:
+    """An error as an answer: the text goes to stderr, the object to stdout where JSON was asked for."""
+    lines = [f"stratactl: {exc.what} [{exc.code}]"]
+    if exc.fix:
+        lines.append(f"  fix: {exc.fix}")
+    error = {"code": exc.code, "message": exc.what, "fix": exc.fix, "exit_code": int(exc.exit_code), **exc.data}
+    return Answer(exc.exit_code, lines, {"error": error})
+
+
+def _finish(answer: Answer, *, as_json: bool) -> int:
+    """Write the answer; whoever closed stdout early (``| head``) has what they wanted."""
+    code = answer.exit_code
+    is_error = "error" in answer.data
+    try:
+        if is_error:
+            _write(Answer(code, answer.lines), sys.stderr, as_json=False)
+        if as_json or not is_error:
+            _write(answer, sys.stdout, as_json=as_json)
+    except BrokenPipeError:
+        _silence(sys.stdout)
+    except OSError as exc:
+        _silence(sys.stdout)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"stratactl: output could not be written: {exc.strerror}\n")
+        return code or ExitCode.FAILED
+    except KeyboardInterrupt:
+        _silence(sys.stdout)
+        return ExitCode.INTERRUPTED
+    return code
+
+
+def _write(answer: Answer, stream: TextIO | None, *, as_json: bool) -> None:
+    """Write to a stream that may not be there (Python has none for a descriptor closed at start)."""
+    if stream is None:
+        return
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # a name may hold what the terminal's encoding lacks
+    write_answer(answer, stream, as_json=as_json)
+
+
+def _silence(stream: TextIO | None) -> None:
+    """Point the descriptor at /dev/null, or the interpreter complains at exit about what it cannot flush."""
+    if stream is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, stream.fileno())
+        os.close(sink)
+
+
+def build_parser(connect: Connect) -> argparse.ArgumentParser:
+    """All subcommands; each sets `run`. Arguments of `demo` and `bench` are made only when they are called."""
+    parser = argparse.ArgumentParser(
+        prog="stratactl",
+        description="Ask a stratad daemon, or examine the host it runs on.",
+        epilog=exit_codes.help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_common(parser)
+    parser.set_defaults(run_dir=None, instance=DEFAULT_INSTANCE, timeout=DEFAULT_TIMEOUT_S, json=False)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=LazyParser)
+
+    def add(name: str, text: str, run: Run) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=exit_codes.help_text(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            conflict_handler="resolve",
+            allow_abbrev=False,
+        )
+        _add_common(command)
+        command.set_defaults(run=run)
+        return command
+
+    _add_daemon_commands(add, connect)
+    doctor = add(
+        "doctor", "examine devices, memory, sockets and packages, with a fix for each trouble", _doctor(connect)
+    )
+    doctor.add_argument("--config", type=Path, metavar="FILE", help="the daemon's TOML file, for its budget")
+    doctor.add_argument("--torch", action="store_true", help="also try torch on the GPUs, in a process of its own")
+    _lazily(add("demo", "park and restore a real model's conversation", _demo), _demo_arguments)
+    _lazily(add("bench", "measure the daemon on this host", _bench), _bench_arguments)
+    return parser
+
+
+Add = Callable[[str, str, Run], argparse.ArgumentParser]
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    """The options that stand before or after the command; suppressed defaults let both places work."""
+    hide = argparse.SUPPRESS
+    parser.add_argument("--run-dir", type=Path, default=hide, metavar="DIR", help="directory with the daemon's sockets")
+    parser.add_argument("--instance", default=hide, metavar="NAME", help=f"which daemon (default: {DEFAULT_INSTANCE})")
+    timeout_help = f"how long the daemon may take to answer (default: {DEFAULT_TIMEOUT_S:g})"
+    parser.add_argument("--timeout", type=float, default=hide, metavar="SECONDS", help=timeout_help)
+    parser.add_argument("--json", action="store_true", default=hide, help="print one JSON object, last")
+
+
+def target_of(args: argparse.Namespace) -> Target:
+    """Which daemon the arguments name."""
+    return Target(args.run_dir, args.instance, args.timeout)
+
+
+def _add_daemon_commands(add: Add, connect: Connect) -> None:
+    """The commands that ask a running daemon."""
+
+    def with_client(act: Callable[[DaemonClient, argparse.Namespace], Answer]) -> Run:
+        def run(args: argparse.Namespace) -> Answer:
+            from stratad.version import package_hash  # noqa: PLC0415 - not needed for --help
+
+            with connected(target_of(args), connect, package_hash()) as client:
+                return act(client, args)
+
+        return run
+
+    from stratad.ctl import images, status  # noqa: PLC0415 - keeps this module's import cheap for `main`'s error border
+
+    add("status", "workers, engines, operations, images and memory", with_client(lambda c, _: status.status(c)))
+    listing = add("list", "published images", with_client(lambda c, a: images.list_images(c, a.namespace, time.time())))
+    listing.add_argument("--namespace", default="", help="only this one (default: all that you may see)")
+    command = add(
+        "show",
+        "one image with its chunks",
+        with_client(lambda c, a: images.show(c, a.namespace, a.conversation, time.time())),
+    )
+    _name_image(command)
+    command = add(
+        "drop", "drop one image", with_client(lambda c, a: images.drop(c, a.namespace, a.conversation, force=a.force))
+    )
+    _name_image(command)
+    command.add_argument("--force", action="store_true", help="even when it is pinned")
+    command = add(
+        "pin",
+        "keep one image from eviction",
+        with_client(lambda c, a: images.pin(c, a.namespace, a.conversation, pinned=not a.off)),
+    )
+    _name_image(command)
+    command.add_argument("--off", action="store_true", help="let it be evicted again")
+    command = add("clear", "drop all images of a namespace", with_client(lambda c, a: images.clear(c, a.namespace)))
+    command.add_argument("namespace", metavar="NAMESPACE")
+
+
+def _name_image(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("namespace", metavar="NAMESPACE")
+    parser.add_argument("conversation", metavar="CONVERSATION")
+
+
+def _lazily(parser: argparse.ArgumentParser, populate: Callable[[argparse.ArgumentParser], None]) -> None:
+    assert isinstance(parser, LazyParser)
+    parser.populate = populate
+
+
+def _doctor(connect: Connect) -> Run:
+    def run(args: argparse.Namespace) -> Answer:
+        from stratad.ctl.doctor import doctor  # noqa: PLC0415 - only this command needs it
+
+        return doctor(target_of(args), connect, config_file=args.config, try_torch=args.torch)
+
+    return run
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    from stratad.ctl.demo import add_arguments  # noqa: PLC0415 - only this command needs it
+
+    add_arguments(parser)
+
+
+def _demo(args: argparse.Namespace) -> Answer:
+    from stratad.ctl.demo import run_demo  # noqa: PLC0415 - only this command needs it
+
+    return run_demo(args)
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from stratad.ctl.bench import add_arguments  # noqa: PLC0415 - only this command needs it
+
+    add_arguments(parser, _add_common)
+
+
+def _bench(args: argparse.Namespace) -> Answer:
+    from stratad.ctl.bench import run_bench  # noqa: PLC0415 - only this command needs it
+
+    return run_bench(args, target_of(args))

@@ -1,0 +1,194 @@
+"""From a configuration to a running daemon, and back to nothing."""
+
+import ctypes
+import gc
+import logging
+import os
+import shutil
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from ipc.lifeline import LifelineServer
+from ipc.logs import fields
+from ipc.messages import WorkerSpec
+from ipc.server import RouterServer
+from shm.headroom import memory_headroom
+from shm.janitor import remove_segments
+from shm.shuttle import MOUNT
+from stratad import topology
+from stratad.config import Config
+from stratad.core.core import Core
+from stratad.core.restarts import RestartPolicy
+from stratad.core.state import Instant, Settings
+from stratad.keys import load_digest_key
+from stratad.lock import InstanceLock
+from stratad.paths import SocketPaths, socket_paths
+from stratad.processes import Processes
+from stratad.supervisor import Endpoints, Supervisor
+from stratad.topology import DeviceSpec
+from stratad.version import commit, package_hash
+
+log = logging.getLogger(__name__)
+
+PR_SET_CHILD_SUBREAPER: Final = 36
+DEFAULT_CPU_WORKERS: Final = 2
+# `auto` takes this share of what the host and /dev/shm have left: enough to be of use, never the host's end.
+AUTO_SHARE: Final = 0.25
+TEMPLATE_END_S: Final = 1.0
+
+
+def run(config: Config) -> int:
+    """Run the daemon until it is told to stop; returns its exit status.
+
+    Raises:
+        OSError, ValueError, InstanceLocked: it cannot start; the text says why.
+    """
+    with ExitStack() as stack:
+        lock = InstanceLock.take(config.daemon.instance)
+        stack.callback(lambda: lock.release(unlink=True))
+        removed = remove_segments(config.daemon.instance)
+        if removed:
+            log.warning("removed segments of an earlier daemon", extra=fields(count=len(removed)))
+        paths = socket_paths(Path(config.daemon.run_dir), config.daemon.instance)
+        key = load_digest_key(Path(config.daemon.state_dir))
+        devices = _devices(config)
+        settings = _settings(config, devices)
+        endpoints = Endpoints(
+            RouterServer.bind(paths.client, max_message_bytes=config.limits.max_message_bytes),
+            RouterServer.bind(paths.worker, max_message_bytes=config.limits.max_message_bytes),
+            LifelineServer.listen(paths.life),
+        )
+        stack.callback(_unlink_sockets, paths)
+        core = Core(settings, {d.worker: d.device for d in devices}, Instant(time.monotonic(), time.time()))
+        supervisor = Supervisor(
+            core,
+            endpoints,
+            Processes(import_torch=any(not d.device.startswith("cpu:") for d in devices)),
+            {d.worker: _spec(config, paths, key, d) for d in devices},
+            stop_s=config.deadlines.stop_s,
+        )
+        stack.callback(lambda: supervisor.close(TEMPLATE_END_S))
+        _become_subreaper()
+        log.info(
+            "started",
+            extra=fields(
+                instance=config.daemon.instance,
+                pid=os.getpid(),
+                workers=len(devices),
+                budget_bytes=settings.budget_bytes,
+                run_dir=str(paths.directory),
+            ),
+        )
+        # A full collection walks every chunk of the catalog and frees nothing: the core has no cycles.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        supervisor.run()
+        log.info("stopped")
+    return 0
+
+
+def _unlink_sockets(paths: SocketPaths) -> None:
+    for path in (paths.client, paths.worker):
+        path.unlink(missing_ok=True)
+
+
+def _devices(config: Config) -> list[DeviceSpec]:
+    """The devices to serve."""
+    allowed = topology.allowed_cpus()
+    wanted = config.daemon.devices
+    if wanted.kind == "cpu":
+        return topology.cpu_devices(wanted.cpu_count, allowed)
+    gpus = topology.find_gpus()
+    if wanted.kind == "auto" and not gpus:
+        log.info("no GPU found: serving host memory", extra=fields(workers=DEFAULT_CPU_WORKERS))
+        return topology.cpu_devices(DEFAULT_CPU_WORKERS, allowed)
+    if not gpus:
+        raise topology.TopologyError(f"devices = {wanted}, but no GPU was found")
+    return topology.gpu_devices(wanted.uuids, gpus, allowed)
+
+
+def _settings(config: Config, devices: list[DeviceSpec]) -> Settings:
+    budget_bytes = config.ram.budget_bytes
+    source = "configuration"
+    if budget_bytes == "auto":
+        headroom = memory_headroom()
+        free_bytes = shutil.disk_usage(MOUNT).free
+        budget_bytes = int(min(headroom.free_bytes, free_bytes) * AUTO_SHARE)
+        source = f"a quarter of the least of {headroom.limited_by} and {MOUNT}"
+        log.info("memory budget", extra=fields(budget_bytes=budget_bytes, source=source))
+    shuttle_bytes = config.ram.shuttle_bytes
+    arena_bytes = max(budget_bytes // len(devices), shuttle_bytes)
+    restarts = config.restarts
+    return Settings(
+        instance=config.daemon.instance,
+        uid=os.geteuid(),
+        pid=os.getpid(),
+        start_id=os.urandom(16),
+        package_hash=package_hash(),
+        commit=commit(),
+        parallel=config.copy.parallel,
+        chunk_tokens=config.copy.chunk_tokens,
+        budget_bytes=budget_bytes,
+        budget_images=config.ram.budget_images,
+        shuttle_bytes=shuttle_bytes,
+        arena_bytes=arena_bytes,
+        prefault=config.ram.prefault,
+        max_message_bytes=config.limits.max_message_bytes,
+        max_clients=config.limits.max_clients,
+        max_ops=config.limits.max_ops,
+        boot_s=config.deadlines.worker_boot_s,
+        job_floor_s=config.deadlines.job_floor_s,
+        link_floor_bytes_per_s=config.deadlines.link_floor_bytes_per_s,
+        restarts=RestartPolicy(restarts.backoff_first_s, restarts.backoff_cap_s, restarts.give_up_after),
+        shown=(
+            ("copy.parallel", str(config.copy.parallel).lower()),
+            ("copy.chunk_tokens", str(config.copy.chunk_tokens)),
+            ("ram.budget_source", source),
+            ("ram.shuttle_bytes", str(shuttle_bytes)),
+            ("ram.arena_bytes_per_worker", str(arena_bytes)),
+            ("cpu_device.link_bytes_per_s", str(config.cpu_device.link_bytes_per_s)),
+        ),
+    )
+
+
+def _spec(config: Config, paths: SocketPaths, key: bytes, device: DeviceSpec) -> WorkerSpec:
+    return WorkerSpec(
+        worker=device.worker,
+        device=device.device,
+        generation=0,
+        token=b"",
+        worker_socket=str(paths.worker),
+        life_socket=str(paths.life),
+        cpus=device.cpus,
+        digest_key=key,
+        slice_bytes=config.copy.slice_bytes,
+        staging_bytes=config.copy.staging_bytes,
+        inline_bytes=config.copy.inline_bytes,
+        link_bytes_per_s=config.cpu_device.link_bytes_per_s,
+        max_message_bytes=config.limits.max_message_bytes,
+        log_level=config.log.level,
+        log_format=config.log.format,
+        faults=_faults(config.testing.worker_faults, device.worker),
+    )
+
+
+def _faults(orders: str, worker: str) -> dict[str, str]:
+    """The faults ordered for a worker; ``fault#generation`` where they concern one generation only."""
+    found: dict[str, str] = {}
+    for order in filter(None, orders.split(",")):
+        target, _, fault = order.partition("/")
+        name, _, generation = target.partition("#")
+        key, _, when = fault.partition("=")
+        if name == worker:
+            found[f"{key}#{generation}" if generation else key] = when
+    return found
+
+
+def _become_subreaper() -> None:
+    """Workers whose template dies become children of the supervisor, so their end can be seen and their status read."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

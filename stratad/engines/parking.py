@@ -1,0 +1,98 @@
+"""What the adapters need of `stratad.client`, so that an adapter can be tried without a daemon."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from ipc.messages import Captured, ImageDetail, Restored, Welcome
+from stratad.pools import StagePool
+
+Runs: TypeAlias = Sequence[tuple[int, int]]
+
+
+class CaptureTicket(Protocol):
+    """What the adapter and its callers need of `stratad.tickets.Ticket` for a capture."""
+
+    def result(self, deadline_s: float | None = None) -> Captured:
+        """Wait until the image is published."""
+        ...
+
+    def wait_source_free(self, deadline_s: float | None = None) -> None:
+        """Wait until the rows may be written again."""
+        ...
+
+    def wait_rows_free(self, deadline_s: float) -> bool:
+        """Wait until no worker can touch the rows; False when the time was up first."""
+        ...
+
+
+class RestoreTicket(Protocol):
+    """What the adapter needs of `stratad.tickets.Ticket` for a restore."""
+
+    def result(self, deadline_s: float | None = None) -> Restored:
+        """Wait until the rows hold the tokens."""
+        ...
+
+    def wait_rows_free(self, deadline_s: float) -> bool:
+        """Wait until no worker can touch the rows; False when the time was up first."""
+        ...
+
+
+class Found(Protocol):
+    """What `lookup` found: the first `tokens` of the asked ones are in the image of `conversation`."""
+
+    @property
+    def conversation(self) -> str:
+        """Whose image it is."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Length of the common prefix."""
+        ...
+
+
+class ParkingEngine(Protocol):
+    """What the adapter needs of a registered engine of `stratad.client`."""
+
+    def capture(
+        self, conversation: str, tokens: Sequence[int], rows: Runs, slot: int, *, deadline_s: float
+    ) -> CaptureTicket:
+        """Start to capture rows."""
+        ...
+
+    def restore(
+        self, conversation: str, rows: Runs, slot: int, *, tokens: int = -1, deadline_s: float
+    ) -> RestoreTicket:
+        """Start to fill rows."""
+        ...
+
+    def take(self, conversation: str, rows: Runs, slot: int, *, tokens: int = -1, deadline_s: float) -> RestoreTicket:
+        """Start to fill rows; the image is given up afterwards."""
+        ...
+
+    def lookup(self, tokens: Sequence[int], *, deadline_s: float | None = None) -> Found | None:
+        """Longest published prefix."""
+        ...
+
+    def unregister(self, *, deadline_s: float | None = None) -> None:
+        """Have the daemon close the pools."""
+        ...
+
+
+class ParkingClient(Protocol):
+    """What the adapter needs of `stratad.client.Client`."""
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the daemon said about itself."""
+        ...
+
+    def register(
+        self, *, engine: str, namespace: str, fingerprint: Mapping[str, str], stages: Sequence[StagePool]
+    ) -> ParkingEngine:
+        """Register an engine with its pools."""
+        ...
+
+    def show(self, namespace: str, conversation: str, *, deadline_s: float | None = None) -> ImageDetail:
+        """The image of a conversation."""
+        ...

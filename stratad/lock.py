@@ -1,0 +1,70 @@
+"""The instance lock: one daemon an instance on one /dev/shm."""
+
+import fcntl
+import os
+from pathlib import Path
+
+from shm.shuttle import MOUNT
+
+
+class InstanceLocked(RuntimeError):
+    """Another daemon holds the instance."""
+
+
+class InstanceLock:
+    """An exclusive flock on ``/dev/shm/stratad.<instance>.lock``, beside the segments that it guards.
+
+    The kernel drops it when the process ends. The file stays; it is empty but for the holder's pid, which is shown and
+    never trusted.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def take(cls, instance: str) -> "InstanceLock":
+        """Take the lock.
+
+        Raises:
+            InstanceLocked: another daemon has it.
+            OSError: the file cannot be made, or belongs to another user.
+        """
+        path = Path(MOUNT) / f"stratad.{instance}.lock"
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                status = os.fstat(descriptor)
+                if status.st_uid != os.geteuid():
+                    raise PermissionError(f"{path} belongs to uid {status.st_uid}, expected {os.geteuid()}")
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "?"
+                    raise InstanceLocked(f"instance {instance!r} is served by another daemon (pid {holder})") from None
+                if _same_file(descriptor, path):
+                    os.fchmod(descriptor, 0o600)
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                    return cls(path, descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # it was unlinked between open and flock: lock the new one
+
+    def release(self, *, unlink: bool) -> None:
+        """Let go; with `unlink` (a clean stop) the file goes too, under the lock."""
+        if self._descriptor < 0:
+            return
+        if unlink:
+            self.path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(descriptor), there)

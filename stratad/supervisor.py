@@ -1,0 +1,551 @@
+"""The only poll loop of the daemon: sockets and processes in, the core's effects out."""
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, assert_never
+
+import msgspec
+import psutil
+import zmq
+
+from ipc.codec import BadFrame, EncodeError, decode, encode
+from ipc.lifeline import Life, Lifeline, LifelineError, LifelineServer
+from ipc.logs import fields
+from ipc.messages import (
+    Failed,
+    Hello,
+    Reply,
+    Report,
+    Request,
+    StatsReply,
+    StopWorker,
+    WorkerHello,
+    WorkerSpec,
+)
+from ipc.server import FLUSH_S, Incoming, RouterServer, Sent
+from shm.process import start_ticks
+from shm.shuttle import unlink
+from stratad import ledger
+from stratad.core.core import Core
+from stratad.core.effects import (
+    CloseDescriptor,
+    DropClient,
+    Effect,
+    ForwardDescriptor,
+    KillWorker,
+    LogLine,
+    ReplyTo,
+    SendTo,
+    SpawnWorker,
+    UnlinkSegment,
+)
+from stratad.core.state import Instant
+from stratad.processes import Processes
+
+log = logging.getLogger(__name__)
+LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+RECEIVE_LIMIT: Final = 64
+BAD_FRAME_LIMIT: Final = 16
+LONGEST_WAIT_S: Final = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class ClientLink:
+    """A client's lifeline and, once it has said hello, its ZeroMQ identity. Owns the descriptors it sent."""
+
+    client: int
+    lifeline: Lifeline
+    identity: bytes = b""
+    descriptors: dict[int, int] = field(default_factory=dict)
+    bad_frames: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class WorkerLink:
+    """The current process of a worker: its secret, its identity and, once connected, its lifeline."""
+
+    generation: int
+    token: bytes
+    identity: bytes
+    lifeline: Lifeline | None = None
+    greeted: bool = False
+
+
+class Endpoints(NamedTuple):
+    """The daemon's three sockets; the supervisor closes them."""
+
+    clients: RouterServer
+    workers: RouterServer
+    lifelines: LifelineServer
+
+
+class Supervisor:
+    """Everything the daemon does, in one thread. `run` returns after a graceful stop.
+
+    `plans` holds what every process of a worker is told: its spec but for generation and token.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        endpoints: Endpoints,
+        processes: Processes,
+        plans: dict[str, WorkerSpec],
+        *,
+        stop_s: float,
+    ) -> None:
+        self._core = core
+        self._clients, self._workers, self._listener = endpoints
+        self._processes = processes
+        self._plans = plans
+        self._stop_s = stop_s
+        self._stop_deadline_s: float | None = None
+        self._links: dict[int, ClientLink] = {}
+        self._by_identity: dict[bytes, ClientLink] = {}
+        self._by_token: dict[bytes, ClientLink] = {}
+        self._worker_links: dict[str, WorkerLink] = {}
+        self._worker_identities: dict[bytes, str] = {}
+        self._unclaimed: dict[int, Lifeline] = {}
+        self._next_client = 1
+        self._poller = zmq.Poller()
+        self._handlers: dict[object, Callable[[], None]] = {}
+        self._signals: socket.socket | None = None
+        self._wakeup: socket.socket | None = None
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until a signal asks to stop and every worker has ended."""
+        self._catch_signals()
+        self._watch(self._clients.socket, self._on_clients)
+        self._watch(self._workers.socket, self._on_workers)
+        self._watch(self._listener.fileno(), self._on_connect)
+        self._perform(self._core.tick(self._now()))
+        while not (self._core.stopped and not self._processes.workers):
+            self._turn()
+        self._perform(self._core.unlink_all())
+
+    def _turn(self) -> None:
+        for key, _ in self._poller.poll(self._wait_ms()):
+            handler = self._handlers.get(key)
+            if handler is not None:  # an earlier handler of this turn may have closed it
+                handler()
+        now = self._now()
+        self._on_processes(now)
+        if self._core.due_s <= now.now_s:
+            self._perform(self._core.tick(now))
+        if self._clients.pending_count:
+            self._clients.flush()
+        if self._workers.pending_count:
+            self._workers.flush()
+        if self._stop_deadline_s is not None and self._stop_deadline_s <= now.now_s:
+            self._stop_deadline_s = None
+            self._perform(self._core.kill_all("the time for a graceful stop is over", now))
+
+    def _wait_ms(self) -> int:
+        now_s = time.monotonic()
+        wait_s = min(LONGEST_WAIT_S, self._core.due_s - now_s)
+        if self._stop_deadline_s is not None:
+            wait_s = min(wait_s, self._stop_deadline_s - now_s)
+        if self._processes.waiting:
+            wait_s = min(wait_s, self._processes.next_start_s - now_s)
+        if self._processes.dying or self._clients.pending_count or self._workers.pending_count:
+            wait_s = min(wait_s, FLUSH_S)
+        return max(int(wait_s * 1000) + 1, 0) if wait_s > 0 else 0
+
+    @staticmethod
+    def _now() -> Instant:
+        return Instant(time.monotonic(), time.time())
+
+    def _watch(self, key: zmq.Socket[bytes] | int, handler: Callable[[], None]) -> None:
+        self._handlers[key] = handler
+        self._poller.register(key, zmq.POLLIN)
+
+    def _unwatch(self, key: zmq.Socket[bytes] | int) -> None:
+        if self._handlers.pop(key, None) is not None:
+            self._poller.unregister(key)
+
+    # --- signals ------------------------------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> None:
+        """Signals only wake the loop; what they ask for is done there."""
+        self._signals, self._wakeup = socket.socketpair()
+        self._signals.setblocking(False)
+        self._wakeup.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._watch(self._signals.fileno(), self._on_signal)
+
+    def _on_signal(self) -> None:
+        assert self._signals is not None
+        numbers = set(self._signals.recv(4096))
+        if numbers & {signal.SIGTERM, signal.SIGINT}:
+            if self._core.state.stopping:
+                log.info("second signal to stop: already stopping")
+                return
+            log.info("stopping", extra=fields(within_s=self._stop_s))
+            self._stop_deadline_s = time.monotonic() + self._stop_s
+            self._perform(self._core.stop(self._now()))
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def _on_processes(self, now: Instant) -> None:
+        """What the template and the kernel say about processes; cheap when there is nothing."""
+        self._processes.tend(now.now_s)
+        template = self._processes.template
+        if template is not None and template.pidfd not in self._handlers:
+            self._watch(template.pidfd, self._on_template_gone)
+            self._watch(template.control.fileno(), self._on_template)
+            log.info("template started", extra=fields(pid=template.pid, count=self._processes.started))
+        if self._processes.dying:
+            self._on_worker_gone()
+
+    def _on_template(self) -> None:
+        for proc in self._processes.take_news():
+            self._watch(proc.pidfd, self._on_worker_gone)
+            try:
+                ticks = start_ticks(proc.pid)
+            except ProcessLookupError:
+                ticks = 0
+            self._perform(self._core.worker_forked(proc.worker, proc.generation, proc.pid, ticks, self._now()))
+            lifeline = self._unclaimed.pop(proc.pid, None)
+            if lifeline is not None:
+                self._adopt_worker_lifeline(proc.worker, lifeline)
+        if self._processes.dying:
+            self._on_worker_gone()
+
+    def _on_template_gone(self) -> None:
+        template = self._processes.template
+        assert template is not None
+        self._on_template()
+        self._unwatch(template.pidfd)
+        self._unwatch(template.control.fileno())
+        lost = [name for name, link in self._worker_links.items() if name not in self._processes.workers]
+        status = self._processes.template_gone()
+        if not self._core.state.stopping:
+            log.error("template gone", extra=fields(pid=template.pid, status=status))
+        self._processes.reap_orphans()
+        # An order that the dead template had taken but not carried out: no process ever lived for it.
+        ordered = {spec.worker for spec in self._processes.waiting}
+        for name in lost:
+            if name not in ordered:
+                self._worker_ended(name, self._worker_links[name].generation, "the template died before it was forked")
+
+    def _on_worker_gone(self) -> None:
+        if self._processes.template is not None:
+            for proc in self._processes.take_news():
+                self._watch(proc.pidfd, self._on_worker_gone)
+        self._processes.reap_orphans()
+        pidfds = {proc.worker: proc.pidfd for proc in self._processes.workers.values()}
+        gone = self._processes.gone(time.monotonic())
+        for proc in self._processes.workers.values():
+            if proc.gone_s is not None:
+                self._unwatch(proc.pidfd)  # readable for good: the loop only waits for the exit status now
+        for proc, reason in gone:
+            self._unwatch(pidfds[proc.worker])
+            self._worker_ended(proc.worker, proc.generation, reason)
+
+    def _worker_ended(self, worker: str, generation: int, reason: str) -> None:
+        link = self._worker_links.get(worker)
+        if link is not None and link.generation == generation:
+            del self._worker_links[worker]
+            self._worker_identities.pop(link.identity, None)
+            self._workers.forget(link.identity)
+            if link.lifeline is not None:
+                self._close_lifeline(link.lifeline)
+        self._perform(self._core.worker_gone(worker, generation, reason, self._now()))
+
+    # --- lifelines ----------------------------------------------------------------------------------------------------
+
+    def _on_connect(self) -> None:
+        while (lifeline := self._listener.accept(self._core.state.settings.start_id)) is not None:
+            pid = lifeline.peer.pid
+            self._on_template_news_before(pid)
+            proc = self._processes.by_pid(pid)
+            if proc is not None:
+                self._adopt_worker_lifeline(proc.worker, lifeline)
+            elif self._processes.template is not None and _parent(pid) == self._processes.template.pid:
+                self._unclaimed[pid] = lifeline
+            else:
+                self._add_client(lifeline)
+
+    def _on_template_news_before(self, pid: int) -> None:
+        """A worker may connect before the news of its fork was read."""
+        if self._processes.by_pid(pid) is None and self._processes.template is not None:
+            self._on_template()
+
+    def _adopt_worker_lifeline(self, worker: str, lifeline: Lifeline) -> None:
+        link = self._worker_links.get(worker)
+        if link is None or link.lifeline is not None:
+            lifeline.close()
+            return
+        link.lifeline = lifeline
+        self._watch(lifeline.fileno(), lambda: self._on_worker_lifeline(lifeline))
+
+    def _on_worker_lifeline(self, lifeline: Lifeline) -> None:
+        """Its end says that the worker is going; only its pidfd says that it is gone."""
+        if lifeline.drain() is Life.ENDED:
+            self._unwatch(lifeline.fileno())
+
+    def _add_client(self, lifeline: Lifeline) -> None:
+        client = self._next_client
+        self._next_client += 1
+        link = ClientLink(client, lifeline)
+        self._links[client] = link
+        self._by_token[lifeline.token] = link
+        self._watch(lifeline.fileno(), lambda: self._on_client_lifeline(link))
+        peer = lifeline.peer
+        self._perform(self._core.client_connected(client, peer.pid, peer.uid, peer.start_ticks, self._now()))
+
+    def _on_client_lifeline(self, link: ClientLink) -> None:
+        if link.lifeline.drain() is Life.ENDED:
+            self._drop_client(link)
+
+    def _drop_client(self, link: ClientLink) -> None:
+        if self._links.pop(link.client, None) is None:
+            return
+        self._by_token.pop(link.lifeline.token, None)
+        self._by_identity.pop(link.identity, None)
+        self._clients.forget(link.identity)
+        self._close_lifeline(link.lifeline)
+        self._perform(self._core.client_gone(link.client, self._now()))
+        for descriptor in link.descriptors.values():
+            os.close(descriptor)
+        link.descriptors.clear()
+
+    def _close_lifeline(self, lifeline: Lifeline) -> None:
+        self._unwatch(lifeline.fileno())
+        lifeline.close()
+
+    # --- messages of clients ------------------------------------------------------------------------------------------
+
+    def _on_clients(self) -> None:
+        for incoming in self._clients.recv_all(RECEIVE_LIMIT):
+            link = self._by_identity.get(incoming.peer)
+            try:
+                request = decode(_one_frame(incoming), Request)
+            except BadFrame as bad:
+                self._on_bad_frame(incoming.peer, link, bad)
+                continue
+            if link is None:
+                link = self._greet(incoming.peer, request)
+            if link is not None:
+                self._perform(self._core.request(link.client, request, self._now()))
+
+    def _greet(self, peer: bytes, request: Request) -> ClientLink | None:
+        """Tie a ZeroMQ identity to the lifeline whose token it knows."""
+        if not isinstance(request, Hello):
+            self._refuse(peer, request.seq, "hello_first", "the first message of a connection must be 'hello'")
+            return None
+        link = self._by_token.get(request.token)
+        if link is None or link.identity:
+            self._refuse(
+                peer, request.seq, "hello_first", "the token is not one of a lifeline that waits for its hello"
+            )
+            return None
+        link.identity = peer
+        self._by_identity[peer] = link
+        return link
+
+    def _on_bad_frame(self, peer: bytes, link: ClientLink | None, bad: BadFrame) -> None:
+        self._core.state.count("bad_frames")
+        self._refuse(peer, bad.seq, bad.code, bad.message)
+        if link is None:
+            return
+        link.bad_frames += 1
+        if link.bad_frames >= BAD_FRAME_LIMIT:
+            log.warning(
+                "client dropped: too many bad frames", extra=fields(client=link.client, pid=link.lifeline.peer.pid)
+            )
+            self._drop_client(link)
+
+    def _refuse(self, peer: bytes, seq: int, code: str, message: str) -> None:
+        self._clients.send(peer, encode(Failed(seq, code, message, start_id=self._core.state.settings.start_id)))
+
+    # --- messages of workers ------------------------------------------------------------------------------------------
+
+    def _on_workers(self) -> None:
+        for incoming in self._workers.recv_all(RECEIVE_LIMIT):
+            try:
+                report = decode(_one_frame(incoming), Report)
+            except BadFrame as bad:
+                log.error("bad frame of a worker", extra=fields(peer=repr(incoming.peer), why=bad.message))
+                continue
+            worker = self._worker_identities.get(incoming.peer)
+            link = self._worker_links.get(worker) if worker is not None else None
+            if worker is None or link is None:
+                continue
+            if isinstance(report, WorkerHello):
+                link.greeted = report.token == link.token and report.worker == worker
+                if not link.greeted:
+                    log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
+            elif link.greeted:
+                self._perform(self._core.report(worker, link.generation, report, self._now()))
+
+    # --- effects ------------------------------------------------------------------------------------------------------
+
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendTo():
+                    self._send_to(effect)
+                case ReplyTo():
+                    self._reply_to(effect.client, effect.message)
+                case LogLine():
+                    log.log(LEVELS[effect.level], "%s", effect.message, extra=fields(**dict(effect.fields)))
+                case ForwardDescriptor():
+                    self._forward(effect)
+                case CloseDescriptor():
+                    self._close_descriptor(effect)
+                case SpawnWorker():
+                    self._spawn(effect)
+                case KillWorker():
+                    log.warning("killing worker", extra=fields(worker=effect.worker, why=effect.reason))
+                    self._processes.kill(effect.worker, effect.generation)
+                case UnlinkSegment():
+                    unlink(effect.segment)
+                case DropClient():
+                    link = self._links.get(effect.client)
+                    if link is not None:
+                        self._drop_client(link)
+                case _:
+                    assert_never(effect)
+
+    def _send_to(self, effect: SendTo) -> None:
+        link = self._worker_links.get(effect.worker)
+        sent = Sent.UNREACHABLE
+        if link is not None:
+            sent = self._workers.send(link.identity, encode(effect.command))
+        if sent in (Sent.SENT, Sent.QUEUED):
+            return
+        if link is not None and (sent is not Sent.UNREACHABLE or isinstance(effect.command, StopWorker)):
+            # It does not read, or it has not even connected when it is told to stop: its end answers for it.
+            self._processes.kill(effect.worker, link.generation)
+
+    def _reply_to(self, client: int, message: Reply) -> None:
+        link = self._links.get(client)
+        if link is None or not link.identity:
+            return
+        if isinstance(message, StatsReply):
+            message = msgspec.structs.replace(message, memory=ledger.resident(self._members()))
+        try:
+            frame = encode(message)
+        except EncodeError as exc:
+            log.error("reply cannot be encoded", extra=fields(client=client, why=str(exc)))
+            frame = encode(Failed(message.seq, "internal", str(exc)))
+        sent = self._clients.send(link.identity, frame)
+        if sent is Sent.TOO_LARGE:
+            self._clients.send(
+                link.identity, encode(Failed(message.seq, "too_large", "the reply passes the size limit"))
+            )
+        elif sent is Sent.FULL:
+            log.warning("client dropped: it does not read", extra=fields(client=client, pid=link.lifeline.peer.pid))
+            self._drop_client(link)
+
+    def _members(self) -> list[ledger.Member]:
+        members = [ledger.Member("supervisor", os.getpid())]
+        if self._processes.template is not None:
+            members.append(ledger.Member("template", self._processes.template.pid))
+        members.extend(ledger.Member(proc.worker, proc.pid) for proc in self._processes.workers.values())
+        for engine in self._core.state.engines.values():
+            record = self._core.state.clients.get(engine.client)
+            if record is not None:
+                members.append(ledger.Member(f"engine {engine.name}", record.pid))
+        return members
+
+    def _forward(self, effect: ForwardDescriptor) -> None:
+        """Pass a memfd on. One that never came is told by the worker, which finds none under the tag."""
+        client = self._links.get(effect.client)
+        worker = self._worker_links.get(effect.worker)
+        if client is None or worker is None or worker.lifeline is None:
+            return
+        descriptor = client.descriptors.get(effect.descriptor)
+        if descriptor is None:
+            client.lifeline.drain()
+            try:
+                descriptor = client.descriptors[effect.descriptor] = client.lifeline.take(effect.descriptor)
+            except KeyError:
+                return
+        try:
+            worker.lifeline.send_descriptor(effect.worker_tag, descriptor)
+        except LifelineError as exc:
+            log.error("descriptor not forwarded", extra=fields(worker=effect.worker, why=str(exc)))
+
+    def _close_descriptor(self, effect: CloseDescriptor) -> None:
+        link = self._links.get(effect.client)
+        if link is not None and effect.descriptor in link.descriptors:
+            os.close(link.descriptors.pop(effect.descriptor))
+
+    def _spawn(self, effect: SpawnWorker) -> None:
+        token = os.urandom(16)
+        plan = self._plans[effect.worker]
+        faults = faults_of(plan.faults, effect.generation)
+        spec = msgspec.structs.replace(plan, generation=effect.generation, token=token, faults=faults)
+        identity = f"{effect.worker}#{effect.generation}".encode()
+        self._worker_links[effect.worker] = WorkerLink(effect.generation, token, identity)
+        self._worker_identities[identity] = effect.worker
+        try:
+            self._processes.spawn(spec, time.monotonic())
+        except OSError as exc:
+            log.error("template could not be started", extra=fields(why=str(exc)))
+            self._processes.waiting.clear()
+            self._worker_ended(effect.worker, effect.generation, f"the template could not be started: {exc}")
+
+    # --- end ----------------------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float) -> None:
+        """Close sockets and descriptors, end the template."""
+        for link in list(self._links.values()):
+            self._close_lifeline(link.lifeline)
+            for descriptor in link.descriptors.values():
+                os.close(descriptor)
+        for worker in self._worker_links.values():
+            if worker.lifeline is not None:
+                self._close_lifeline(worker.lifeline)
+        for lifeline in self._unclaimed.values():
+            lifeline.close()
+        self._processes.close(timeout_s)
+        self._listener.close()
+        self._clients.close()
+        self._workers.close()
+        signal.set_wakeup_fd(-1)
+        for end in (self._signals, self._wakeup):
+            if end is not None:
+                end.close()
+
+
+def faults_of(orders: dict[str, str], generation: int) -> dict[str, str]:
+    """Of faults like ``copy_error`` (of every generation) and ``copy_error#1`` (of the first) those of one."""
+    found: dict[str, str] = {}
+    for name, when in orders.items():
+        fault, _, only = name.partition("#")
+        if not only or int(only) == generation:
+            found[fault] = when
+    return found
+
+
+def _one_frame(incoming: Incoming) -> bytes:
+    """The frame of a message.
+
+    Raises:
+        BadFrame: it has none or more than one.
+    """
+    if incoming.frame_count != 1:
+        raise BadFrame("bad_frame", f"a message has one frame after the identity, got {incoming.frame_count}")
+    return incoming.frame
+
+
+def _parent(pid: int) -> int:
+    """Parent of a process, or -1."""
+    try:
+        return psutil.Process(pid).ppid() if pid > 0 else -1
+    except psutil.Error:
+        return -1

@@ -1,0 +1,25 @@
+"""Rules that hold for every test."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.support.leaks import held_now, new_since
+from tests.support.wait import wait_until
+
+# On a busy host an example may take any time; that is no failure of what is tested.
+settings.register_profile("stratad", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("stratad")
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """After each test no new descriptor, child process, thread or segment may be left."""
+    before = held_now()
+    yield
+    try:
+        # What ends on its own in another thread or process gets a moment.
+        wait_until(lambda: not new_since(before), timeout_s=2.0)
+    except AssertionError:
+        pytest.fail(f"the test left behind: {', '.join(new_since(before))}")

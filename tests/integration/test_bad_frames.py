@@ -1,0 +1,124 @@
+"""Whatever arrives on the socket: a coded reply or silence for that peer, and the daemon serves on."""
+
+import os
+import struct
+from collections.abc import Iterator
+
+import msgpack
+import pytest
+import zmq
+
+from ipc.lifeline import Lifeline
+from stratad.client import Client
+from stratad.paths import socket_paths
+from tests.support.daemon import DaemonProcess
+
+
+@pytest.fixture
+def raw(daemon: DaemonProcess) -> Iterator[zmq.Socket[bytes]]:
+    """A bare DEALER at the client socket."""
+    paths = socket_paths(daemon.run_dir, daemon.instance)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.rcvtimeo = 5000
+    socket.connect(f"ipc://{paths.client}")
+    yield socket
+    socket.close()
+    context.term()
+
+
+def answer(socket: zmq.Socket[bytes], *frames: bytes) -> dict[str, object]:
+    socket.send_multipart(frames)
+    reply = msgpack.unpackb(socket.recv())
+    assert isinstance(reply, dict)
+    return reply
+
+
+BAD = {
+    "empty": b"",
+    "one byte": b"\x00",
+    "nothing known": b"\xc1",
+    "no map": msgpack.packb([1, 2]),
+    "no type": msgpack.packb({"seq": 4}),
+    "cut short": msgpack.packb({"t": "stats", "seq": 4})[:-1],
+    "glued": msgpack.packb({"t": "stats", "seq": 4}) * 2,
+    "huge string": b"\xdb\xff\xff\xff\xff",
+    "huge array": b"\xdd\xff\xff\xff\xff",
+    "huge map": b"\xdf\xff\xff\xff\xff",
+    "huge bytes": b"\xc6\xff\xff\xff\xff",
+    "extension": b"\x81\xa1t\xd4\x01\x00",
+    "deep": b"\x91" * 100_000,
+    "float seq": msgpack.packb({"t": "stats", "seq": 1.5}),
+    "bool seq": msgpack.packb({"t": "stats", "seq": True}),
+    "seq over 64 bits": b"\x82\xa1t\xa5stats\xa3seq\xcf" + b"\xff" * 8,
+    "pickle": b"cos\nsystem\n(S'true'\ntR.",
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_a_bad_frame_gets_a_coded_reply(raw: zmq.Socket[bytes], client: Client, name: str) -> None:
+    reply = answer(raw, BAD[name])
+    assert reply["t"] == "failed"
+    assert reply["code"] in {"bad_frame", "bad_request", "hello_first"}
+    assert client.stats().pid
+
+
+def test_frame_counts(raw: zmq.Socket[bytes], client: Client) -> None:
+    good = msgpack.packb({"t": "stats", "seq": 4})
+    assert answer(raw, good, good)["code"] == "bad_frame"
+    assert answer(raw, b"", good)["code"] == "bad_frame"
+    assert answer(raw, *[b"x"] * 1000)["code"] == "bad_frame"
+    assert client.stats().counters["bad_frames"] >= 3
+
+
+def test_an_unknown_op_is_named_with_its_seq(raw: zmq.Socket[bytes]) -> None:
+    reply = answer(raw, msgpack.packb({"t": "explode", "seq": 17}))
+    assert (reply["code"], reply["seq"]) == ("unknown_op", 17)
+    assert "explode" in str(reply["message"])
+
+
+def test_nothing_without_a_lifeline(raw: zmq.Socket[bytes]) -> None:
+    assert answer(raw, msgpack.packb({"t": "stats", "seq": 1}))["code"] == "hello_first"
+    hello = {"t": "hello", "seq": 2, "version": 1, "token": b"x" * 16}
+    assert answer(raw, msgpack.packb(hello))["code"] == "hello_first"
+
+
+def test_a_token_is_good_for_one_peer(daemon: DaemonProcess, raw: zmq.Socket[bytes]) -> None:
+    paths = socket_paths(daemon.run_dir, daemon.instance)
+    with Lifeline.connect(paths.life, 5.0) as lifeline:
+        hello = msgpack.packb({"t": "hello", "seq": 2, "version": 1, "token": lifeline.token})
+        assert answer(raw, hello)["t"] == "welcome"
+        with zmq.Context() as context, context.socket(zmq.DEALER) as second:
+            second.linger = 0
+            second.rcvtimeo = 5000
+            second.connect(f"ipc://{paths.client}")
+            assert answer(second, hello)["code"] == "hello_first"
+
+
+def test_a_peer_that_persists_is_dropped(daemon: DaemonProcess, raw: zmq.Socket[bytes], client: Client) -> None:
+    paths = socket_paths(daemon.run_dir, daemon.instance)
+    with Lifeline.connect(paths.life, 5.0) as lifeline:
+        hello = msgpack.packb({"t": "hello", "seq": 2, "version": 1, "token": lifeline.token})
+        assert answer(raw, hello)["t"] == "welcome"
+        for _ in range(16):
+            assert answer(raw, b"\xc1")["code"] == "bad_frame"
+        assert answer(raw, msgpack.packb({"t": "stats", "seq": 1}))["code"] == "hello_first"
+    assert client.stats().pid == daemon.pid
+
+
+def test_a_flood_of_rubbish_costs_no_memory_and_nobody_else(
+    daemon: DaemonProcess, raw: zmq.Socket[bytes], client: Client
+) -> None:
+    before = supervisor_anon_bytes(client)
+    rubbish = os.urandom(1000)
+    raw.sndtimeo = 5000
+    for number in range(20_000):
+        raw.send(struct.pack("<I", number) + rubbish)
+        if number % 1000 == 0:
+            assert client.stats().pid == daemon.pid
+    assert supervisor_anon_bytes(client) - before < 96 * 1024 * 1024
+
+
+def supervisor_anon_bytes(client: Client) -> int:
+    return next(m.anon_bytes for m in client.stats().memory if m.role == "supervisor")

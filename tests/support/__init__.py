@@ -1,0 +1,1 @@
+"""What tests share: waiting, samples, fakes and real processes to test with."""

@@ -1,0 +1,203 @@
+"""A daemon that exists only as values, for the tests of stratactl."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ipc.messages import (
+    ChunkInfo,
+    EngineInfo,
+    ImageDetail,
+    ImageInfo,
+    OpInfo,
+    ProcessMemory,
+    StatsReply,
+    Welcome,
+    WorkerInfo,
+)
+from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, pack_places
+from stratad.ctl.connection import DaemonClient, Target
+from stratad.errors import StratadError, error_for
+from stratad.version import package_hash
+
+WELCOME = Welcome(
+    seq=1,
+    version=1,
+    start_id=b"s" * 16,
+    pid=100,
+    instance="default",
+    package_hash=package_hash(),
+    commit="unknown",
+    max_message_bytes=1 << 20,
+    chunk_tokens=256,
+    parallel=True,
+    admin=True,
+)
+WORKER = WorkerInfo(
+    worker="cpu:0",
+    device="cpu:0",
+    state="ready",
+    pid=101,
+    generation=1,
+    deaths=0,
+    cpus=(0, 1, 2, 5),
+    shuttles=2,
+    shuttle_bytes=2 << 30,
+    locked_bytes=0,
+    free_bytes=1 << 30,
+    used_bytes=1 << 30,
+    jobs=0,
+    digest_algorithm="xxh3-128",
+    resources={"streams": 2},
+)
+ENGINE = EngineInfo(
+    engine_id=7,
+    namespace="tenant",
+    engine="an-engine",
+    pid=102,
+    uid=1000,
+    stages=("cpu:0",),
+    fingerprint="f" * 32,
+    fingerprint_fields={"model": "m"},
+    ops=1,
+    marks={"clean": 3},
+)
+OP = OpInfo(
+    op_id=9,
+    kind="capture",
+    state="copying",
+    namespace="tenant",
+    conversation="chat",
+    engine_id=7,
+    age_s=1.5,
+    stages_pending=(0,),
+)
+STATS = StatsReply(
+    seq=2,
+    instance="default",
+    pid=100,
+    uptime_s=3700.0,
+    health="ok",
+    workers=(WORKER,),
+    engines=(ENGINE,),
+    ops=(OP,),
+    images=1,
+    chunks=4,
+    budget_bytes=4 << 30,
+    budget_images=100,
+    published_bytes=1 << 20,
+    staged_bytes=0,
+    free_bytes=3 << 30,
+    memory=(
+        ProcessMemory(role="supervisor", pid=100, rss_bytes=40 << 20, anon_bytes=30 << 20, shmem_bytes=0),
+        ProcessMemory(role="worker", pid=101, rss_bytes=2100 << 20, anon_bytes=50 << 20, shmem_bytes=2 << 30),
+    ),
+    counters={"captures": 5},
+    settings={"copy.parallel": "true"},
+)
+IMAGE = ImageInfo(
+    image_id=3,
+    namespace="tenant",
+    conversation="chat",
+    tokens=300,
+    stages=1,
+    image_bytes=1000,
+    stored_bytes=GRANULE_BYTES,
+    exclusive_bytes=GRANULE_BYTES,
+    chunks=1,
+    pinned=True,
+    damaged=False,
+    created_unix_s=1000.0,
+    used_unix_s=1100.0,
+    restores=2,
+)
+DETAIL = ImageDetail(
+    seq=3,
+    image=IMAGE,
+    fingerprint={"model": "m"},
+    chunks=(
+        ChunkInfo(
+            stage=0,
+            is_state=False,
+            token_count=256,
+            length_bytes=1000,
+            references=1,
+            algorithm="xxh3-128",
+            digest=bytes(range(16)),
+            extents=pack_places([ChunkPlace(1000, (Extent(0, GRANULE_BYTES, GRANULE_BYTES),))]),
+            segments=("/stratad.default.cpu_0.0",),
+        ),
+    ),
+)
+
+
+@dataclass
+class FakeClient:
+    """Answers like a daemon that holds one image; `calls` records what was asked."""
+
+    welcome: Welcome = WELCOME
+    reply: StatsReply = STATS
+    images: tuple[ImageInfo, ...] = (IMAGE,)
+    fails_with: StratadError | None = None
+    interrupted: bool = False
+    calls: list[tuple[object, ...]] = field(default_factory=list)
+    closed: int = 0
+
+    def _asked(self, *call: object) -> None:
+        self.calls.append(call)
+        if self.interrupted:
+            raise KeyboardInterrupt
+        if self.fails_with is not None:
+            raise self.fails_with
+
+    def stats(self) -> StatsReply:
+        self._asked("stats")
+        return self.reply
+
+    def list_images(self, namespace: str = "") -> tuple[ImageInfo, ...]:
+        self._asked("list", namespace)
+        return tuple(image for image in self.images if namespace in ("", image.namespace))
+
+    def show(self, namespace: str, conversation: str) -> ImageDetail:
+        self._asked("show", namespace, conversation)
+        self._known(namespace, conversation)
+        return DETAIL
+
+    def drop(self, namespace: str, conversation: str, *, force: bool = False) -> int:
+        self._asked("drop", namespace, conversation, force)
+        image = self._known(namespace, conversation)
+        if image.pinned and not force:
+            raise error_for("pinned", "the image is pinned")
+        return 1
+
+    def pin(self, namespace: str, conversation: str, *, pinned: bool = True) -> None:
+        self._asked("pin", namespace, conversation, pinned)
+        self._known(namespace, conversation)
+
+    def clear(self, namespace: str) -> int:
+        self._asked("clear", namespace)
+        return sum(image.namespace == namespace and not image.pinned for image in self.images)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def _known(self, namespace: str, conversation: str) -> ImageInfo:
+        for image in self.images:
+            if (image.namespace, image.conversation) == (namespace, conversation):
+                return image
+        raise error_for("unknown_conversation", f"no image of {conversation!r} in {namespace!r}")
+
+    def connect(self, target: Target) -> DaemonClient:
+        """What `main` is given in place of the real way to a daemon."""
+        self.calls.append(("connect", target))
+        return self
+
+
+def with_health(health: str) -> FakeClient:
+    """A daemon whose health is `health`."""
+    return FakeClient(reply=msgspec.structs.replace(STATS, health=health))
+
+
+def another_build() -> FakeClient:
+    """A daemon that runs other files."""
+    return FakeClient(welcome=msgspec.structs.replace(WELCOME, package_hash="0" * 32))

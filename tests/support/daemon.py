@@ -1,0 +1,133 @@
+"""A real daemon in a process of its own, for tests."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shm.shuttle import MOUNT
+from stratad.client import Client
+from tests.support.instances import fresh_instance
+
+START_S = 20.0
+STOP_S = 20.0
+SMALL_SETTINGS: Mapping[str, str] = {
+    "ram.budget_bytes": "64MiB",
+    "ram.shuttle_bytes": "4MiB",
+    "restarts.backoff_first_s": "0.02",
+}
+
+
+class DaemonProcess:
+    """A daemon with its own run and state directories. Leaves nothing behind: not in /dev/shm either.
+
+    Args:
+        devices: ``cpu:N``.
+        settings: further ``section.key`` settings, over `SMALL_SETTINGS`.
+        faults: ``{"cpu:0#1/copy_error": "2"}``: faults of workers (see `workers.faulty`), here only of generation 1.
+    """
+
+    def __init__(
+        self,
+        devices: str = "cpu:2",
+        settings: Mapping[str, str] | None = None,
+        faults: Mapping[str, str] | None = None,
+        instance: str | None = None,
+    ) -> None:
+        self.instance = instance or fresh_instance()
+        self.home = Path(tempfile.mkdtemp(prefix="stratad-test-"))
+        self.home.chmod(0o700)
+        self.run_dir = self.home / "run"
+        self.state_dir = self.home / "state"
+        self.log_path = self.home / "log"
+        self._settings = {**SMALL_SETTINGS, **(settings or {})}
+        if faults:
+            self._settings["testing.worker_faults"] = ",".join(f"{key}={when}" for key, when in faults.items())
+        self._devices = devices
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Pid of the supervisor."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """What it has logged so far."""
+        return self.log_path.read_text(encoding="utf-8", errors="replace") if self.log_path.exists() else ""
+
+    def command(self) -> list[str]:
+        """The daemon's command line."""
+        command = [sys.executable, "-P", "-m", "stratad", "--instance", self.instance]
+        command += ["--run-dir", str(self.run_dir), "--state-dir", str(self.state_dir), "--devices", self._devices]
+        for key, value in self._settings.items():
+            command += ["--set", f"{key}={value}"]
+        return command
+
+    def start(self) -> Self:
+        """Start it and wait until it answers."""
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATAD_")}
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(self.command(), stderr=log, stdin=subprocess.DEVNULL, env=environ)
+        try:
+            with self.client(deadline_s=START_S):
+                pass
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def client(self, deadline_s: float = 20.0) -> Client:
+        """A new client of this daemon."""
+        return Client.connect(run_dir=self.run_dir, instance=self.instance, deadline_s=deadline_s)
+
+    def stop(self) -> int:
+        """SIGTERM; returns its exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            return self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the daemon did not stop within {STOP_S} s:\n{self.log}") from None
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """Kill the supervisor alone and reap it; returns its exit status."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            os.kill(self._process.pid, number)
+        return self._process.wait(STOP_S)
+
+    def segments(self) -> list[str]:
+        """Names in /dev/shm that belong to this instance."""
+        return sorted(path.name for path in Path(MOUNT).glob(f"stratad.{self.instance}.*"))
+
+    def close(self) -> None:
+        """Stop it if it runs, and remove what it left."""
+        if self._process is not None and self._process.poll() is None:
+            self.stop()
+        for name in self.segments():
+            (Path(MOUNT) / name).unlink(missing_ok=True)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            sys.stderr.write(self.log)
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            sys.stderr.write(self.log)
+        self.close()

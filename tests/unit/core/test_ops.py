@@ -1,0 +1,437 @@
+"""Captures, restores and takes through the core: what is published, what is fenced, what is given back."""
+
+from collections.abc import Callable
+
+import pytest
+
+from ipc.messages import (
+    Acknowledge,
+    Cancel,
+    CancelJob,
+    Captured,
+    Done,
+    Drop,
+    Found,
+    JobDone,
+    Lookup,
+    Mark,
+    Pin,
+    Progress,
+    Restored,
+    SourceFree,
+)
+from shm.rows import pack_rows
+from stratad.core.ops import OpState
+from tests.support.core_harness import MIB, Harness, layout, pack_tokens
+
+MakeCore = Callable[..., Harness]
+
+
+@pytest.fixture
+def core(make_core: MakeCore) -> Harness:
+    harness = make_core()
+    harness.connect()
+    return harness
+
+
+def test_capture_is_published_only_when_every_stage_has_ended(core: Harness) -> None:
+    engine = core.register()
+    seq = core.capture(engine)
+    core.finish("cpu:0")
+    assert core.answers(1, seq) == []
+    assert not core.core.state.catalog.images
+    look = Lookup(core.next_seq(), engine, pack_tokens(range(600)))
+    assert core.ask(1, look) == [Found(look.seq, "miss")]
+    core.finish("cpu:1")
+    reply = core.final(1, seq)
+    assert isinstance(reply, Captured)
+    assert reply.tokens == 600
+    assert [outcome.state for outcome in reply.stages] == ["done", "done"]
+    look = Lookup(core.next_seq(), engine, pack_tokens([*range(590), 7]))
+    assert core.ask(1, look) == [Found(look.seq, "hit", reply.image_id, "a", 590, 600)]
+
+
+def test_a_failed_stage_publishes_nothing_and_names_the_lowest(make_core: MakeCore) -> None:
+    core = make_core(4)
+    core.connect()
+    engine = core.register(stages=4)
+    before = core.core.state.catalog.used_bytes
+    seq = core.capture(engine)
+    core.fail("cpu:3", "out_of_memory")
+    core.finish("cpu:0")
+    core.fail("cpu:1", "source_changed")
+    assert core.answers(1, seq) == []
+    core.finish("cpu:2")
+    failure = core.failure(1, seq)
+    assert (failure.code, failure.stage) == ("source_changed", 1)
+    assert [o.state for o in failure.stages] == ["done", "failed", "done", "failed"]
+    assert [o.code for o in failure.stages] == ["", "source_changed", "", "out_of_memory"]
+    assert core.core.state.catalog.used_bytes == before
+    assert not core.core.state.catalog.images
+
+
+def test_the_previous_image_stays_until_the_next_is_published(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, tokens=range(300))
+    core.finish_all()
+    seq = core.capture(engine, tokens=range(301))
+    core.finish("cpu:0")
+    core.fail("cpu:1")
+    assert core.failure(1, seq).code == "device_error"
+    (image,) = core.core.state.catalog.images.values()
+    assert len(image.tokens) == 1200
+    core.capture(engine, tokens=range(301))
+    core.finish_all()
+    (image,) = core.core.state.catalog.images.values()
+    assert len(image.tokens) == 1204
+
+
+def test_equal_chunks_are_stored_once_and_freed_with_the_last_image(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, "a", range(512))
+    core.finish_all()
+    used = core.core.state.catalog.used_bytes
+    seq = core.capture(engine, "b", range(512))
+    core.finish_all()
+    reply = core.final(1, seq)
+    assert isinstance(reply, Captured)
+    assert reply.new_bytes == 0
+    assert core.core.state.catalog.used_bytes == used
+    core.ask(1, Drop(core.next_seq(), "ns", "a"))
+    assert core.core.state.catalog.used_bytes == used
+    core.ask(1, Drop(core.next_seq(), "ns", "b"))
+    assert core.core.state.catalog.used_bytes == 0
+
+
+def test_rows_that_a_capture_reads_may_be_read_but_not_written(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, "a")
+    core.finish_all()
+    reading = core.capture(engine, "b", first_row=100)
+    also_reading = core.capture(engine, "c", first_row=200)
+    writing = core.restore(engine, "a", first_row=699)
+    failure = core.failure(1, writing)
+    assert (failure.code, failure.stage) == ("rows_busy", 0)
+    assert "row 699" in failure.message
+    core.finish("cpu:0")
+    core.finish("cpu:0")
+    again = core.restore(engine, "a", first_row=699)
+    assert core.failure(1, again).stage == 1  # stage 1 is still read
+    core.finish_all()
+    assert core.answers(1, reading)
+    assert core.answers(1, also_reading)
+    free = core.restore(engine, "a", first_row=699)
+    core.finish_all()
+    assert isinstance(core.final(1, free), Restored)
+
+
+def test_two_restores_into_the_same_rows(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, "a")
+    core.finish_all()
+    core.restore(engine, "a", first_row=1000)
+    second = core.restore(engine, "a", first_row=1599)
+    assert core.failure(1, second).code == "rows_busy"
+    third = core.restore(engine, "a", first_row=1600)
+    core.finish_all()
+    assert isinstance(core.final(1, third), Restored)
+
+
+def test_rows_and_extents_of_a_dead_worker_are_free_only_after_the_proof(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, "a")
+    core.finish_all()
+    seq = core.restore(engine, "a", first_row=1000)
+    core.finish("cpu:1")
+    core.ask(1, Drop(core.next_seq(), "ns", "a"))
+    used = core.core.state.catalog.used_bytes
+    assert used > 0  # the hung worker may still read them
+    core.tick(100.0)
+    assert [kill.worker for kill in core.kills] == ["cpu:0"]
+    assert core.answers(1, seq) == []
+    assert core.failure(1, core.capture(engine, "b", first_row=1000)).code == "rows_busy"
+    core.worker_gone("cpu:0")
+    failure = core.failure(1, seq)
+    assert (failure.code, failure.stage) == ("worker_hung", 0)
+    assert failure.stages[0].rows_undefined == pack_rows([(1000, 600)])
+    assert failure.stages[1].rows_undefined == b""
+    assert core.core.state.catalog.used_bytes == 0
+    core.tick()
+    again = core.capture(engine, "b", first_row=1000)
+    core.finish_all()
+    assert isinstance(core.final(1, again), Captured)
+
+
+def test_a_dead_worker_fails_its_stage_and_leaves_the_others(core: Harness) -> None:
+    engine = core.register()
+    seq = core.capture(engine, "a")
+    core.worker_gone("cpu:0")
+    assert core.answers(1, seq) == []
+    core.finish("cpu:1")
+    failure = core.failure(1, seq)
+    assert (failure.code, failure.stage) == ("worker_died", 0)
+    assert failure.stages[1].state == "done"
+    assert core.core.state.catalog.used_bytes == 0
+
+
+def test_images_outlive_their_worker(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, "a")
+    core.finish_all()
+    core.worker_gone("cpu:1")
+    seq = core.restore(engine, "a", first_row=1000)
+    assert core.answers(1, seq) == [Progress(seq, "accepted")]
+    core.tick(5.0)
+    core.finish_all()
+    reply = core.final(1, seq)
+    assert isinstance(reply, Restored)
+
+
+def test_a_damaged_chunk_flags_its_images_and_heals(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, "a", range(512))
+    core.capture(engine, "b", range(512))
+    core.finish_all()
+    seq = core.restore(engine, "a", rows=512, first_row=1000)
+    core.finish("cpu:0")
+    core.fail("cpu:1", "damaged", chunk=1)
+    assert core.failure(1, seq).code == "damaged"
+    assert all(image.damaged for image in core.core.state.catalog.images.values())
+    look = Lookup(core.next_seq(), engine, pack_tokens(range(512)))
+    assert core.ask(1, look) == [Found(look.seq, "miss")]
+    assert core.failure(1, core.restore(engine, "b", rows=512)).code == "damaged"
+    healed = core.capture(engine, "b", range(512))
+    core.finish_all()
+    reply = core.final(1, healed)
+    assert isinstance(reply, Captured)
+    assert reply.new_bytes == 256 * 1024  # the damaged chunk of stage 1 is stored anew
+    restored = core.restore(engine, "b", rows=512)
+    core.finish_all()
+    assert isinstance(core.final(1, restored), Restored)
+
+
+def test_take_gives_the_image_up_on_acknowledgement_only(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, "a")
+    core.finish_all()
+    seq = core.restore(engine, "a", take=True)
+    assert core.failure(1, core.restore(engine, "a", first_row=1000, take=True)).code == "image_busy"
+    core.finish_all()
+    reply = core.final(1, seq)
+    assert isinstance(reply, Restored)
+    assert core.core.state.catalog.images
+    acknowledge = Acknowledge(core.next_seq(), engine, reply.image_id)
+    assert core.ask(1, acknowledge) == [Done(acknowledge.seq, 1)]
+    assert not core.core.state.catalog.images
+    assert core.core.state.catalog.used_bytes == 0
+    core.ask(1, Acknowledge(core.next_seq(), engine, reply.image_id))
+    assert core.failure(1, core.seq).code == "unknown_image"
+
+
+def test_a_taker_that_dies_leaves_the_image(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, "a")
+    core.finish_all()
+    core.restore(engine, "a", take=True)
+    core.finish_all()
+    core.perform(core.core.client_gone(1, core.at))
+    (image,) = core.core.state.catalog.images.values()
+    assert image.evictable
+
+
+def test_least_recently_used_images_make_room(make_core: MakeCore) -> None:
+    core = make_core(1, budget_bytes=MIB, shuttle_bytes=2 * MIB, arena_bytes=2 * MIB)
+    core.connect()
+    engine = core.register(stages=1)
+    for number, name in enumerate("abcd"):
+        core.content = lambda stage, chunk, n=number: bytes([stage, chunk, n]) + b"x" * 13  # type: ignore[misc]
+        core.capture(engine, name, range(256))
+        core.finish_all()
+    core.restore(engine, "a", rows=256)
+    core.finish_all()
+    core.ask(1, Pin(core.next_seq(), "ns", "b", True))
+    core.content = lambda stage, chunk: b"new" + bytes([stage, chunk]) + b"x" * 11
+    core.capture(engine, "e", range(256))
+    core.finish_all()
+    kept = sorted(image.conversation for image in core.core.state.catalog.images.values())
+    assert kept == ["a", "b", "d", "e"]
+    assert core.core.state.catalog.used_bytes <= MIB
+
+
+def test_no_space_evicts_nothing(make_core: MakeCore) -> None:
+    core = make_core(1, budget_bytes=MIB, shuttle_bytes=2 * MIB, arena_bytes=2 * MIB)
+    core.connect()
+    engine = core.register(stages=1)
+    for number, name in enumerate("abcd"):
+        core.content = lambda stage, chunk, n=number: bytes([stage, chunk, n]) + b"x" * 13  # type: ignore[misc]
+        core.capture(engine, name, range(256))
+        core.finish_all()
+    for name in "abc":
+        core.ask(1, Pin(core.next_seq(), "ns", name, True))
+    seq = core.capture(engine, "e", range(512))
+    assert core.failure(1, seq).code == "no_space"
+    assert len(core.core.state.catalog.images) == 4
+    assert core.failure(1, core.capture(engine, "f", range(1025))).code == "too_large"
+
+
+def test_an_image_budget_is_kept(make_core: MakeCore) -> None:
+    core = make_core(1, budget_images=2)
+    core.connect()
+    engine = core.register(stages=1)
+    for name in "abc":
+        core.capture(engine, name, range(10))
+        core.finish_all()
+    assert sorted(i.conversation for i in core.core.state.catalog.images.values()) == ["b", "c"]
+
+
+def test_arenas_grow_before_anything_is_evicted(make_core: MakeCore) -> None:
+    core = make_core(1, budget_bytes=8 * MIB, shuttle_bytes=MIB, arena_bytes=4 * MIB)
+    core.connect()
+    engine = core.register(stages=1)
+    for number, name in enumerate("abcdefghijklmn"):
+        core.content = lambda stage, chunk, n=number: bytes([stage, chunk, n]) + b"x" * 13  # type: ignore[misc]
+        core.capture(engine, name, range(256))
+        core.finish_all()
+    assert core.core.state.catalog.evictions == 0
+    assert len(core.core.state.workers["cpu:0"].sizes) == 4
+
+
+def test_serial_stages_follow_one_another(make_core: MakeCore) -> None:
+    core = make_core(2, parallel=False)
+    core.connect()
+    engine = core.register()
+    seq = core.capture(engine)
+    assert core.jobs("cpu:0")
+    assert not core.jobs("cpu:1")
+    core.finish("cpu:0")
+    core.finish("cpu:1")
+    assert isinstance(core.final(1, seq), Captured)
+    seq = core.capture(engine, "b")
+    core.fail("cpu:0")
+    failure = core.failure(1, seq)
+    assert [o.state for o in failure.stages] == ["failed", "untouched"]
+
+
+def test_a_serial_operation_whose_next_worker_died_is_answered(make_core: MakeCore) -> None:
+    core = make_core(3, parallel=False)
+    core.connect()
+    engine = core.register(stages=3)
+    seq = core.capture(engine)
+    core.worker_gone("cpu:1")
+    core.finish("cpu:0")
+    failure = core.failure(1, seq)
+    assert (failure.code, failure.stage) == ("worker_died", 1)
+    assert [o.state for o in failure.stages] == ["done", "failed", "untouched"]
+
+
+def test_source_free_is_told_once_every_stage_has_let_go(core: Harness) -> None:
+    engine = core.register()
+    seq = core.capture(engine)
+    job0, job1 = core.jobs("cpu:0")[0], core.jobs("cpu:1")[0]
+    core.report("cpu:0", SourceFree(job0.job))
+    assert core.answers(1, seq) == []
+    core.report("cpu:1", SourceFree(job1.job))
+    assert core.answers(1, seq) == [Progress(seq, "source_free")]
+    writing = core.restore(engine, "nothing")
+    assert core.failure(1, writing).code == "unknown_conversation"
+    core.finish_all()
+    assert isinstance(core.final(1, seq), Captured)
+
+
+def test_cancel_stops_running_stages_and_waits_for_their_answer(core: Harness) -> None:
+    engine = core.register()
+    seq = core.capture(engine)
+    cancel = Cancel(core.next_seq(), seq)
+    assert core.ask(1, cancel) == [Done(cancel.seq)]
+    asked = [c for worker in ("cpu:0", "cpu:1") for c in core.sent[worker] if isinstance(c, CancelJob)]
+    assert len(asked) == 2
+    core.fail("cpu:0", "cancelled")
+    assert core.answers(1, seq) == []
+    core.finish("cpu:1")
+    assert core.failure(1, seq).code == "cancelled"
+    assert core.core.state.catalog.used_bytes == 0
+
+
+def test_a_slot_poisoned_during_its_capture_is_not_published(core: Harness) -> None:
+    engine = core.register()
+    seq = core.capture(engine, slot=3)
+    core.ask(1, Mark(core.next_seq(), engine, 3, "poisoned"))
+    core.finish_all()
+    assert core.failure(1, seq).code == "poisoned"
+    assert core.failure(1, core.capture(engine, slot=3)).code == "poisoned"
+    core.ask(1, Mark(core.next_seq(), engine, 3, "dirty"))
+    core.capture(engine, slot=3)
+    core.finish_all()
+    assert core.core.state.catalog.images
+
+
+def test_an_engine_that_dies_frees_what_waits_and_lets_copies_end(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, "a")
+    core.perform(core.core.client_gone(1, core.at))
+    assert core.core.state.engines[engine].closing
+    core.finish_all()
+    assert not core.core.state.engines
+    assert not core.core.state.ops
+    assert len(core.core.state.catalog.images) == 1
+
+
+def test_a_waiting_operation_ends_with_its_deadline(core: Harness) -> None:
+    engine = core.register()
+    core.auto = False
+    core.worker_gone("cpu:0")
+    core.tick()
+    seq = core.capture(engine, deadline_s=2.0)
+    assert core.answers(1, seq) == [Progress(seq, "accepted")]
+    core.tick(2.5)
+    failure = core.failure(1, seq)
+    assert failure.code == "deadline"
+    assert "cpu:0" in failure.message
+
+
+def test_a_worker_given_up_refuses_and_the_other_goes_on(make_core: MakeCore) -> None:
+    core = make_core(2)
+    core.connect()
+    both = core.register()
+    one = core.register(layouts=[layout()], stages=1)
+    core.auto = False
+    for _ in range(4):
+        core.tick(20.0)
+        core.worker_gone("cpu:1")
+    assert core.core.state.workers["cpu:1"].state.value == "failed"
+    assert core.failure(1, core.capture(both)).code == "worker_unavailable"
+    core.auto = True
+    core.capture(one)
+    core.finish_all()
+    assert len(core.core.state.catalog.images) == 1
+
+
+def test_state_travels_with_its_position(core: Harness) -> None:
+    engine = core.register(layouts=[layout(state=True), layout()])
+    missing = core.capture(engine)
+    assert core.failure(1, missing).code == "bad_state"
+
+
+def test_capture_with_digests_missing_is_our_fault_and_frees_all(core: Harness) -> None:
+    engine = core.register()
+    seq = core.capture(engine)
+    job = core.jobs("cpu:0")[0]
+    core.sent["cpu:0"].remove(job)
+    core.report("cpu:0", JobDone(job.job, 1, 0.0, 0.0, b"short"))
+    core.finish("cpu:1")
+    assert core.failure(1, seq).code == "internal"
+    assert core.core.state.catalog.used_bytes == 0
+
+
+def test_stop_answers_what_waits_and_lets_copies_end(core: Harness) -> None:
+    engine = core.register()
+    seq = core.capture(engine)
+    core.perform(core.core.stop(core.at))
+    refused = core.capture(engine, "b")
+    assert core.failure(1, refused).code == "stopping"
+    core.finish_all()
+    assert isinstance(core.final(1, seq), Captured)
+    for worker in ("cpu:0", "cpu:1"):
+        core.worker_gone(worker, "exited with status 0")
+    assert core.core.stopped
+    assert all(op.state is not OpState.COPYING for op in core.core.state.ops.values())

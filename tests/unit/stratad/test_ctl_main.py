@@ -1,0 +1,239 @@
+"""stratactl's border: arguments, exit codes, JSON, and never a traceback."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stratad.ctl.connection import DaemonClient, Target
+from stratad.ctl.exit_codes import MEANINGS, ExitCode
+from stratad.ctl.main import main
+from stratad.errors import CODES, error_for
+from tests.support.ctl_fakes import FakeClient, another_build, with_health
+
+DAEMON_COMMANDS = [
+    ["status"],
+    ["list"],
+    ["show", "tenant", "chat"],
+    ["drop", "tenant", "chat", "--force"],
+    ["pin", "tenant", "chat"],
+    ["clear", "tenant"],
+]
+
+
+def last_json(text: str) -> dict[str, object]:
+    value = json.loads(text.splitlines()[-1])
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.mark.parametrize("command", DAEMON_COMMANDS, ids=lambda command: command[0])
+def test_every_command_answers_for_people_and_for_scripts(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = FakeClient()
+    assert main(command, client.connect) == ExitCode.OK
+    assert capsys.readouterr().out.strip()
+    assert main([*command, "--json"], client.connect) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "error" not in last_json(out)
+    assert len(out.splitlines()) == 1
+    assert client.closed == 2
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_common_options_stand_before_or_after_the_command(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--run-dir", "/run/x", "--instance", "blue", "--timeout", "2.5", "--json"]
+    client = FakeClient()
+    argv = [*options, "status"] if place == "before" else ["status", *options]
+    assert main(argv, client.connect) == ExitCode.OK
+    assert client.calls[0] == ("connect", Target(Path("/run/x"), "blue", 2.5))
+    last_json(capsys.readouterr().out)
+
+
+def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient()
+    assert main(["status"], client.connect) == ExitCode.OK
+    assert client.calls[0] == ("connect", Target(None, "default", 5.0))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("health", "code"), [("ok", 0), ("degraded", 4), ("failed", 5), ("a word of a later version", 4)]
+)
+def test_status_exits_by_health(health: str, code: int) -> None:
+    assert main(["status"], with_health(health).connect) == code
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_every_coded_error_is_named_with_its_code(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient(fails_with=error_for(code, "it went wrong", detail={"key": "value"}))
+    expected = {
+        "lost": ExitCode.NO_DAEMON,
+        "deadline": ExitCode.NO_DAEMON,
+        "wrong_version": ExitCode.USAGE,
+        "bad_frame": ExitCode.USAGE,
+    }.get(code, ExitCode.FAILED)
+    assert main(["status", "--json"], client.connect) == expected
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[0] == f"stratactl: it went wrong [{code}]"
+    error = last_json(captured.out)["error"]
+    assert isinstance(error, dict)
+    assert error["code"] == code
+    assert error["exit_code"] == expected
+    assert error["detail"] == {"key": "value"}
+    assert client.closed == 1
+
+
+def test_another_build_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    client = another_build()
+    assert main(["clear", "tenant"], client.connect) == ExitCode.USAGE
+    assert "[wrong_build]" in capsys.readouterr().err
+    assert not [call for call in client.calls if call[0] == "clear"], "nothing may be asked of another build"
+    assert client.closed == 1
+
+
+def test_pinned_image_is_dropped_only_by_force(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient()
+    assert main(["drop", "tenant", "chat"], client.connect) == ExitCode.FAILED
+    assert "[pinned]" in capsys.readouterr().err
+    assert main(["drop", "tenant", "chat", "--force"], client.connect) == ExitCode.OK
+
+
+def test_pin_off_unpins() -> None:
+    client = FakeClient()
+    main(["pin", "tenant", "chat", "--off"], client.connect)
+    main(["pin", "tenant", "chat"], client.connect)
+    asked = [call for call in client.calls if call[0] == "pin"]
+    assert asked == [("pin", "tenant", "chat", False), ("pin", "tenant", "chat", True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file", "/run/x/client.sock"), ExitCode.NO_DAEMON),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), ExitCode.NO_DAEMON),
+        (PermissionError(errno.EACCES, "Permission denied"), ExitCode.FAILED),
+        (RuntimeError("a bug"), ExitCode.FAILED),
+    ],
+    ids=["missing", "refused", "denied", "bug"],
+)
+def test_whatever_connecting_raises_becomes_one_line(
+    error: Exception, code: ExitCode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def connect(_target: Target) -> DaemonClient:
+        raise error
+
+    assert main(["status"], connect) == code
+    err = capsys.readouterr().err
+    assert err.startswith("stratactl: ")
+    assert "Traceback" not in err
+
+
+def test_a_daemon_that_never_answers_ends_within_the_time_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def connect(_target: Target) -> DaemonClient:
+        reading, writing = os.pipe()
+        try:
+            os.read(reading, 1)  # nobody writes: without the alarm this never comes back
+        finally:
+            os.close(reading)
+            os.close(writing)
+        raise AssertionError("unreachable")
+
+    started_s = time.monotonic()
+    assert main(["status", "--timeout", "0.1"], connect) == ExitCode.NO_DAEMON
+    assert time.monotonic() - started_s < 2
+    assert "[deadline]" in capsys.readouterr().err
+
+
+def test_interrupt_has_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient(interrupted=True)
+    assert main(["status"], client.connect) == ExitCode.INTERRUPTED
+    assert "Traceback" not in capsys.readouterr().err
+    assert client.closed == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["frobnicate"], ["show", "only-one"], ["status", "--timeout", "0"], ["status", "--timeout", "-1"]],
+    ids=["nothing", "unknown", "missing", "zero", "negative"],
+)
+def test_wrong_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv, FakeClient().connect) == ExitCode.USAGE
+    assert "usage: stratactl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["status", "--help"], ["drop", "--help"]])
+def test_help_lists_the_exit_codes(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv, FakeClient().connect) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert all(f"{code.value}  {meaning}" in out for code, meaning in MEANINGS.items())
+
+
+def test_status_loads_neither_torch_nor_numpy_nor_the_benchmarks() -> None:
+    program = (
+        "import sys, stratad.ctl.main as m\n"
+        "from tests.support.ctl_fakes import FakeClient\n"
+        "assert m.main(['status', '--json'], FakeClient().connect) == 0\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'stratad.bench', 'stratad.ctl.demo', 'stratad.ctl.doctor'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _list_into(stdout: int | None, *, closed: bool = False, images: int = 5000) -> subprocess.CompletedProcess[bytes]:
+    """`stratactl list`, with a stdout that cannot be written."""
+    program = (
+        "import os, sys\n"
+        + ("os.close(1); sys.stdout = None\n" if closed else "")
+        + "from stratad.ctl.main import main\n"
+        "from tests.support.ctl_fakes import FakeClient, IMAGE\n"
+        f"sys.exit(main(['list'], FakeClient(images=(IMAGE,) * {images}).connect))\n"
+    )
+    # Unbuffered output would leave nothing behind for the interpreter to complain about at its exit.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        [sys.executable, "-c", program], stdout=stdout, stderr=subprocess.PIPE, check=False, env=environment
+    )
+
+
+@pytest.mark.parametrize("images", [1, 5000])
+def test_a_reader_that_leaves_early_is_no_error(images: int) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = _list_into(writing, images=images)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_full_device_is_told() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = _list_into(full.fileno())
+    assert done.returncode == ExitCode.FAILED
+    assert done.stderr.startswith(b"stratactl: output could not be written")
+    assert b"Traceback" not in done.stderr
+
+
+def test_no_stdout_at_all() -> None:
+    done = _list_into(None, closed=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_terminal_without_unicode() -> None:
+    program = (
+        "import sys, msgspec\n"
+        "from stratad.ctl.main import main\n"
+        "from tests.support.ctl_fakes import FakeClient, IMAGE\n"
+        "image = msgspec.structs.replace(IMAGE, conversation='gr\\u00fc\\u00df\\ud800')\n"
+        "sys.exit(main(['list'], FakeClient(images=(image,)).connect))\n"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"gr\\xfc" in done.stdout

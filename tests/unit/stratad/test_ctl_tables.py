@@ -1,0 +1,144 @@
+"""What stratactl shows: tables, sizes, and the JSON keys that scripts read."""
+
+import json
+
+import msgspec
+import pytest
+
+from ipc.messages import ProcessMemory
+from shm.extent import GRANULE_BYTES
+from stratad.ctl import images
+from stratad.ctl.output import human_age, human_bytes, table
+from stratad.ctl.status import cpu_ranges, describe, status
+from tests.support.ctl_fakes import IMAGE, STATS, FakeClient
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (None, "-"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (3 << 30, "3.0 GiB"),
+        (5 << 50, "5120.0 TiB"),
+    ],
+)
+def test_human_bytes(size_bytes: int | None, text: str) -> None:
+    assert human_bytes(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("age_s", "text"),
+    [(-1, "0 s"), (59.9, "59 s"), (60, "1 m 0 s"), (3599, "59 m 59 s"), (3600, "1 h 0 m"), (90000, "1 d 1 h")],
+)
+def test_human_age(age_s: float, text: str) -> None:
+    assert human_age(age_s) == text
+
+
+def test_table_aligns_words_left_and_numbers_right() -> None:
+    assert table(("name", "n"), [("a", "5"), ("bcdef", "12")]) == ["name    n", "a       5", "bcdef  12"]
+
+
+def test_table_of_nothing_is_its_head() -> None:
+    assert table(("name", "n"), []) == ["name  n"]
+
+
+def test_a_name_cannot_write_to_the_terminal() -> None:
+    line = table(("name",), [("\x1b[31mred\n",)])[1]
+    assert line == "\\x1b[31mred\\x0a"
+
+
+@pytest.mark.parametrize(("cpus", "text"), [((), "-"), ((3,), "3"), ((0, 1, 2, 5, 7, 8), "0-2,5,7-8"), ((2, 1), "1-2")])
+def test_cpu_ranges(cpus: tuple[int, ...], text: str) -> None:
+    assert cpu_ranges(cpus) == text
+
+
+def test_status_puts_the_kernels_view_beside_the_daemons() -> None:
+    answer = status(FakeClient(), {100: 41 << 20, 101: 2200 << 20, 102: 500 << 20}.get)
+    processes = json.loads(json.dumps(answer.data))["processes"]
+    assert [process["pid"] for process in processes] == [100, 101, 102]
+    supervisor, worker, engine = processes
+    assert supervisor["resident_bytes"] == 41 << 20
+    assert supervisor["reported_rss_bytes"] == 40 << 20
+    assert worker["resident_bytes"] == 2200 << 20
+    assert worker["accounted_bytes"] == 2 << 30
+    assert worker["shmem_bytes"] == 2 << 30
+    assert engine["role"] == "engine an-engine"
+    assert engine["reported_rss_bytes"] is None
+    memory_lines = "\n".join(answer.lines)
+    assert "2.1 GiB" in memory_lines
+    assert "500.0 MiB" in memory_lines
+
+
+def test_status_shows_what_cannot_be_seen_as_unknown() -> None:
+    answer = status(FakeClient(), lambda _pid: None)
+    assert all(process["resident_bytes"] is None for process in json.loads(json.dumps(answer.data))["processes"])
+
+
+def test_status_names_a_dead_worker_without_a_process() -> None:
+    dead = msgspec.structs.replace(STATS.workers[0], pid=0, state="failed", detail="no device memory")
+    answer = describe(msgspec.structs.replace(STATS, workers=(dead,)), lambda _pid: 1)
+    processes = json.loads(json.dumps(answer.data))["processes"]
+    assert 0 not in [process["pid"] for process in processes]
+    assert any("no device memory" in line for line in answer.lines)
+
+
+def test_status_of_an_empty_daemon() -> None:
+    empty = msgspec.structs.replace(STATS, workers=(), engines=(), ops=(), memory=())
+    lines = describe(empty, lambda _pid: 1).lines
+    assert {"workers: none", "engines: none", "operations in flight: none"} <= set(lines)
+
+
+def test_status_json_holds_the_whole_reply() -> None:
+    data = json.loads(json.dumps(describe(STATS, lambda _pid: 1).data))
+    expected = set(STATS.__struct_fields__) - {"seq"} | {"processes"}
+    assert set(data) == expected
+    assert data["workers"][0]["cpus"] == [0, 1, 2, 5]
+    assert data["ops"][0]["conversation"] == "chat"
+
+
+def test_status_shows_what_workers_hold() -> None:
+    assert "cpu:0 holds streams 2" in describe(STATS, lambda _pid: 1).lines
+
+
+def test_one_process_is_listed_once() -> None:
+    twice = (*STATS.memory, ProcessMemory(role="worker", pid=101, rss_bytes=1, anon_bytes=1, shmem_bytes=0))
+    data = json.loads(json.dumps(describe(msgspec.structs.replace(STATS, memory=twice), lambda _pid: 1).data))
+    pids = [process["pid"] for process in data["processes"]]
+    assert len(pids) == len(set(pids))
+
+
+def test_list_shows_flags_and_ages() -> None:
+    damaged = msgspec.structs.replace(IMAGE, image_id=4, damaged=True, pinned=False, conversation="other")
+    answer = images.list_images(FakeClient(images=(IMAGE, damaged)), "tenant", now_unix_s=1160.0)
+    text = "\n".join(answer.lines)
+    assert "pinned" in text
+    assert "damaged" in text
+    assert "1 m 0 s" in text
+    listed = json.loads(json.dumps(answer.data))["images"]
+    assert [image["image_id"] for image in listed] == [3, 4]
+    assert listed[0]["stored_bytes"] == GRANULE_BYTES
+
+
+def test_list_of_another_namespace_is_empty() -> None:
+    answer = images.list_images(FakeClient(), "stranger", now_unix_s=0.0)
+    assert answer.lines == ["no images"]
+    assert answer.data == {"images": []}
+
+
+def test_show_names_digest_and_place_of_every_chunk() -> None:
+    answer = images.show(FakeClient(), "tenant", "chat", now_unix_s=1160.0)
+    (chunk,) = json.loads(json.dumps(answer.data))["chunks"]
+    assert chunk["digest"] == bytes(range(16)).hex()
+    assert chunk["extents"] == [
+        {"segment": "/stratad.default.cpu_0.0", "offset_bytes": GRANULE_BYTES, "length_bytes": GRANULE_BYTES}
+    ]
+    assert any(chunk["digest"] in line and "/stratad.default.cpu_0.0+65536" in line for line in answer.lines)
+
+
+def test_counts_are_in_the_answer() -> None:
+    assert images.clear(FakeClient(), "tenant").data == {"count": 0}
+    assert images.drop(FakeClient(), "tenant", "chat", force=True).data == {"count": 1}

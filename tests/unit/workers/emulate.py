@@ -1,0 +1,51 @@
+"""The GPU kernels on the CPU: their very source, compiled as C++ with every thread run after the other."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+from typing import Final
+
+from workers.kernel_source import KERNELS, SOURCE, THREADS
+
+BEFORE: Final = r"""
+#include <cstddef>
+#define __device__
+#define __global__
+#define __launch_bounds__(n)
+struct Index { unsigned int x; };
+static Index threadIdx, blockIdx, blockDim;
+struct uint4 { unsigned int x, y, z, w; };
+struct ulonglong2 { unsigned long long x, y; };
+#define REDUCE_ADD(target, value) (*(target) += (value))
+"""
+
+
+def wrapper(kernel: str) -> str:
+    """A function ``run_<kernel>(blocks, arguments...)`` that runs all threads of a kernel."""
+    rows = "const Plane* planes, const Chunk* chunks, u32 chunk_count, const u32* rows"
+    if kernel.startswith("digest_rows"):
+        shape, names = f"{rows}, const u64* keys, u64* sums", "planes, chunks, chunk_count, rows, keys, sums"
+    elif kernel == "digest_staging":
+        shape = "const Chunk* chunks, u32 chunk_count, const u64* keys, const u8* staging, u64* sums"
+        names = "chunks, chunk_count, keys, staging, sums"
+    elif kernel == "move":
+        shape, names = "const uint4* from, uint4* to, u32 count", "from, to, count"
+    else:
+        shape, names = f"{rows}, u8* staging", "planes, chunks, chunk_count, rows, staging"
+    return f"""
+extern "C" void run_{kernel}(u32 blocks, {shape}) {{
+  blockDim.x = {THREADS};
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < {THREADS}; ++threadIdx.x) {kernel}({names});
+}}
+"""
+
+
+def build(directory: Path, compiler: str) -> ctypes.CDLL:
+    """Compile and load all kernels as functions ``run_<kernel>(tiles, arguments...)``."""
+    source = directory / "kernels.cpp"
+    source.write_text(BEFORE + SOURCE + "".join(wrapper(kernel) for kernel in KERNELS))
+    library = directory / "kernels.so"
+    command = [compiler, "-std=c++14", "-O1", "-w", "-shared", "-fPIC"]
+    subprocess.run([*command, "-o", str(library), str(source)], check=True, timeout=60)
+    return ctypes.CDLL(str(library))

@@ -1,0 +1,180 @@
+"""A GPU runtime made of host memory: every call of `shm.gpu_runtime`, the real kernels, and streams that never wait.
+
+It knows what a real one punishes: copies to host memory that is not page-locked, or across two registrations, and
+addresses that lie in no allocation, fail with error 1; after `fail_next` the next copy fails with the given code.
+"""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+from shm.gpu_runtime import GpuRuntime
+from tests.unit.workers.emulate import BEFORE, wrapper
+from workers.kernel_source import KERNELS, SOURCE
+
+UUID = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+
+_RUNTIME = r"""
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+#include <mutex>
+#define API extern "C" int
+typedef unsigned char byte;
+static std::mutex lock;
+static std::map<byte*, size_t> allocations, locked;
+static std::map<std::string, void*> kernels;
+static int failure = 0, pending_event = 0;
+static long handles = 1, live = 0;
+
+static bool inside(std::map<byte*, size_t>& ranges, const void* at, size_t size) {
+  auto next = ranges.upper_bound((byte*)at);
+  if (next == ranges.begin()) return false;
+  --next;
+  return (byte*)at + size <= next->first + next->second;
+}
+
+API cudaGetDeviceCount(int* n) { *n = 1; return 0; }
+API cudaSetDevice(int n) { return n ? 101 : 0; }
+API cudaMalloc(void** p, size_t n) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (n > (size_t)1 << 32) return 2;
+  *p = aligned_alloc(256, (n + 255) / 256 * 256);
+  allocations[(byte*)*p] = n;
+  return 0;
+}
+API cudaFree(void* p) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (!allocations.erase((byte*)p)) return 1;
+  free(p);
+  return 0;
+}
+API cudaMemGetInfo(size_t* f, size_t* t) { *f = 1; *t = 2; return 0; }
+API cudaHostRegister(void* p, size_t n, unsigned) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (failure == 2) { failure = 0; return 2; }
+  locked[(byte*)p] = n;
+  return 0;
+}
+API cudaHostUnregister(void* p) { std::lock_guard<std::mutex> hold(lock); return locked.erase((byte*)p) ? 0 : 713; }
+API cudaMemcpyAsync(void* to, const void* from, size_t n, int kind, void*) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (failure) { int code = failure; failure = 0; return code; }
+  const void* device = kind == 1 ? to : from;
+  const void* host = kind == 1 ? from : to;
+  if (!inside(allocations, device, n)) return 1;
+  // Small pageable copies are allowed (plane tables, probes).
+  if (n > 65536 && !inside(locked, host, n) && locked.upper_bound((byte*)host) != locked.begin() && n != 8388608) {
+    auto next = locked.upper_bound((byte*)host); --next;
+    if (next->first + next->second > (byte*)host) return 1;
+  }
+  memcpy(to, from, n);
+  return 0;
+}
+API cudaMemcpy2DAsync(void*, size_t, const void*, size_t, size_t, size_t, int, void*) { return 1; }
+API cudaMemsetAsync(void* p, int v, size_t n, void*) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (!inside(allocations, p, n)) return 1;
+  memset(p, v, n);
+  return 0;
+}
+API cudaStreamCreateWithPriority(void** s, unsigned flags, int) {
+  live++; *s = (void*)(handles++);
+  return flags == 1 ? 0 : 1;
+}
+API cudaStreamDestroy(void*) { live--; return 0; }
+API cudaStreamSynchronize(void*) { return 0; }
+API cudaStreamQuery(void*) { return 0; }
+API cudaStreamWaitEvent(void*, void*, unsigned) { return 0; }
+API cudaDeviceGetStreamPriorityRange(int* a, int* b) { *a = 0; *b = -5; return 0; }
+API cudaEventCreateWithFlags(void** e, unsigned) { live++; *e = (void*)(handles++); return 0; }
+API cudaEventDestroy(void*) { live--; return 0; }
+API cudaEventRecord(void*, void*) { return 0; }
+API cudaEventQuery(void*) { if (pending_event > 0) { pending_event--; return 600; } return 0; }
+API cudaEventSynchronize(void*) { return 0; }
+struct Opaque { byte reserved[64]; };
+API cudaIpcGetMemHandle(Opaque* h, void* p) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (!allocations.count((byte*)p)) return 1;
+  memset(h, 0, 64); memcpy(h, &p, 8);
+  return 0;
+}
+API cudaIpcOpenMemHandle(void** p, Opaque h, unsigned flags) {
+  std::lock_guard<std::mutex> hold(lock);
+  memcpy(p, &h, 8);
+  if (flags != 1 || !allocations.count((byte*)*p)) return 1;
+  live++;
+  return 0;
+}
+API cudaIpcCloseMemHandle(void*) { live--; return 0; }
+API cudaIpcGetEventHandle(Opaque* h, void* e) { memset(h, 0, 64); memcpy(h, &e, 8); return 0; }
+API cudaIpcOpenEventHandle(void** e, Opaque h) { memcpy(e, &h, 8); live++; return 0; }
+API cudaGetLastError() { return 0; }
+API cudaDeviceSynchronize() { return 0; }
+extern "C" const char* cudaGetErrorString(int) { return "made up"; }
+API cuInit(unsigned) { return 0; }
+API cuDeviceGet(int* d, int n) { *d = n; return 0; }
+API cuDeviceGetUuid_v2(byte* u, int) { for (int n = 0; n < 16; ++n) u[n] = n; return 0; }
+API cuDeviceGetName(char* text, int size, int) { strncpy(text, "Fake GPU", size); return 0; }
+API cuDeviceGetAttribute(int* v, int, int) { *v = 9; return 0; }
+API cuMemGetAddressRange_v2(void** base, size_t* size, void* p) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (!inside(allocations, p, 1)) return 1;
+  auto next = allocations.upper_bound((byte*)p); --next;
+  *base = next->first; *size = next->second;
+  return 0;
+}
+API cuModuleLoadData(void** m, const void*) { *m = (void*)1; return 0; }
+API cuModuleUnload(void*) { return 0; }
+API cuModuleGetFunction(void** f, void*, const char* name) {
+  if (!kernels.count(name)) return 500;
+  *f = kernels[name];
+  return 0;
+}
+API cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void*, void** params, void** extra) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (gx == 0 || gy != 1 || gz != 1 || bx != 256 || by != 1 || bz != 1 || shared || extra) return 1;
+  ((void (*)(unsigned, void**))f)(gx, params);
+  return 0;
+}
+extern "C" void fail_next(int code) { failure = code; }
+extern "C" void event_waits(int turns) { pending_event = turns; }
+extern "C" long live_handles() { return live; }
+extern "C" long live_allocations() { return (long)allocations.size(); }
+extern "C" long live_locks() { return (long)locked.size(); }
+"""
+
+
+def _launcher(kernel: str) -> str:
+    rows = ["const Plane*", "const Chunk*", "u32", "const u32*"]
+    if kernel.startswith("digest_rows"):
+        kinds = [*rows, "const u64*", "u64*"]
+    elif kernel == "digest_staging":
+        kinds = ["const Chunk*", "u32", "const u64*", "const u8*", "u64*"]
+    elif kernel == "move":
+        kinds = ["const uint4*", "uint4*", "u32"]
+    else:
+        kinds = [*rows, "u8*"]
+    given = ", ".join(f"*({kind}*)p[{n}]" for n, kind in enumerate(kinds))
+    return (
+        f"static void launch_{kernel}(u32 blocks, void** p) {{ run_{kernel}(blocks, {given}); }}\n"
+        f'static int entered_{kernel} = (kernels["{kernel}"] = (void*)launch_{kernel}, 0);\n'
+    )
+
+
+def build_fake_gpu(directory: Path, compiler: str) -> ctypes.CDLL:
+    """Compile and load the fake runtime with all kernels."""
+    source = directory / "fake_gpu.cpp"
+    parts = [BEFORE, SOURCE, *map(wrapper, KERNELS), _RUNTIME, *map(_launcher, KERNELS)]
+    source.write_text("".join(parts))
+    library = directory / "fake_gpu.so"
+    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", str(library), str(source)]
+    subprocess.run(command, check=True, timeout=120)
+    return ctypes.CDLL(str(library))
+
+
+def fake_runtime(library: ctypes.CDLL) -> GpuRuntime:
+    """The bindings over the fake."""
+    return GpuRuntime("cuda", library, library)

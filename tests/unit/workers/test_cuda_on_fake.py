@@ -1,0 +1,246 @@
+"""The GPU device over a runtime of host memory: tables, copies, pools, counts. (Streams run in order here.)"""
+
+import ctypes
+import shutil
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ipc.messages import CaptureJob, CudaIpcPool, JobDone, JobFailed, RestoreJob, Stage
+from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_places
+from shm.gpu_runtime import GpuError, GpuRuntime
+from shm.layout import Plane, StageLayout
+from shm.rows import pack_rows
+from tests.unit.workers.fake_gpu import UUID, build_fake_gpu, fake_runtime
+from tests.unit.workers.rig import KEY, NEVER, model_chunk, paged_layout, slot_layout, written_bytes
+from workers import gpu_kernels
+from workers.cuda_copier import LOCK_STEP_BYTES
+from workers.cuda_device import CudaDevice
+from workers.device import DeviceFailure, LaneKind, PoolRefused
+from workers.digest import MLH, XXH3, Digester
+from workers.faulty import FaultyDevice
+from workers.lanes import Lane, plan_job
+
+COMPILER = shutil.which("g++") or shutil.which("c++") or ""
+pytestmark = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build_fake_gpu(tmp_path_factory.mktemp("fake"), COMPILER)
+
+
+@pytest.fixture
+def runtime(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> GpuRuntime:
+    made = fake_runtime(library)
+    monkeypatch.setattr(GpuRuntime, "load", classmethod(lambda _cls: made))
+    monkeypatch.setattr(gpu_kernels, "compiled", lambda _kind, _architecture: b"image")
+    monkeypatch.setattr("workers.cuda_device.compiled", lambda _kind, _architecture: b"image")
+    return made
+
+
+class Gpu:
+    """A worker's lanes over the fake GPU, and the engine's side of one pool."""
+
+    def __init__(
+        self, runtime: GpuRuntime, layout: StageLayout, *, slice_bytes: int = 8192, granules: int = 160
+    ) -> None:
+        self.runtime = runtime
+        self.layout = layout
+        self.digester = Digester(KEY)
+        self.cuda = CudaDevice.open(UUID, self.digester, slice_bytes=slice_bytes, staging_bytes=slice_bytes)
+        self.allocation = runtime.malloc(layout.end_bytes + 4096)
+        self.offset = 512
+        memory = (ctypes.c_ubyte * layout.end_bytes).from_address(self.allocation + self.offset)
+        self.memory = np.ctypeslib.as_array(memory)
+        self.memory[:] = np.random.default_rng(1).integers(0, 256, layout.end_bytes, dtype=np.uint8)
+        self.shuttle = np.zeros(granules * GRANULE_BYTES, np.uint8)
+        self.cuda.add_shuttle(0, memoryview(self.shuttle.data))
+        self.granule = 1
+
+    def stage(self, **changes: object) -> Stage:
+        handle = self.runtime.ipc_mem_handle(self.allocation)
+        size = self.layout.end_bytes
+        fields: dict[str, object] = {
+            "handle": handle,
+            "allocation_bytes": size + 4096,
+            "offset_bytes": self.offset,
+            "pool_bytes": size,
+            **changes,
+        }
+        probe = self.memory[:16].tobytes()
+        return Stage(0, UUID, CudaIpcPool(**fields), self.layout, bytes(8), probe)  # type: ignore[arg-type]
+
+    def places(self, tokens: int, state_slot: int = -1) -> list[ChunkPlace]:
+        made: list[ChunkPlace] = []
+        for span in self.layout.chunks(tokens, with_state=state_slot >= 0):
+            count = granules_for(span.length_bytes)
+            made.append(
+                ChunkPlace(span.length_bytes, (Extent(0, self.granule * GRANULE_BYTES, count * GRANULE_BYTES),))
+            )
+            self.granule += count
+        return made
+
+    def close(self) -> None:
+        self.cuda.close()
+        self.runtime.free(self.allocation)
+
+
+@pytest.fixture
+def clean(library: ctypes.CDLL) -> Iterator[None]:
+    before = library.live_handles(), library.live_allocations(), library.live_locks()
+    yield
+    assert (library.live_handles(), library.live_allocations(), library.live_locks()) == before
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens", "slot"),
+    [(slot_layout(), 64, 2), (slot_layout(row_bytes=52), 50, -1), (paged_layout(), 37, -1), (paged_layout(), 192, -1)],
+)
+@pytest.mark.usefixtures("clean")
+def test_capture_and_restore(runtime: GpuRuntime, layout: StageLayout, tokens: int, slot: int) -> None:
+    gpu = Gpu(runtime, layout)
+    gpu.cuda.self_test()
+    lanes = {kind: Lane(kind, gpu.cuda.copier(kind)) for kind in LaneKind}
+    pool = gpu.cuda.open_pool(gpu.stage(), -1)
+    rows = list(range(layout.rows_for(tokens)))[::-1]
+    packed = pack_rows([(row, 1) for row in rows])
+    before = gpu.memory.tobytes()
+    places = gpu.places(tokens, slot)
+    job = CaptureJob(1, 1, packed, tokens, pack_places(places), False, slot)
+    done = lanes[LaneKind.CAPTURE].run(plan_job(gpu.cuda, pool, job), NEVER)
+    assert isinstance(done, JobDone), done
+    spans = layout.chunks(tokens, with_state=slot >= 0)
+    for number, (span, place) in enumerate(zip(spans, places, strict=True)):
+        chunk = model_chunk(before, layout, rows, span, slot)
+        at = place.extents[0].offset_bytes
+        assert gpu.shuttle[at : at + len(chunk)].tobytes() == chunk
+        digest = gpu.digester.digest(MLH, np.frombuffer(chunk, np.uint8))
+        assert done.digests[16 * number : 16 * number + 16] == digest
+    resources = gpu.cuda.resources()
+    restore = RestoreJob(2, 1, packed, tokens, tokens, pack_places(places), done.digests, (MLH,), False, slot)
+    for _ in range(3):
+        gpu.memory[:] = 0
+        report = lanes[LaneKind.RESTORE].run(plan_job(gpu.cuda, pool, restore), NEVER)
+        assert isinstance(report, JobDone), report
+        touched = written_bytes(layout, rows, tokens)
+        assert all(gpu.memory[n] == before[n] for n in touched)
+        assert isinstance(lanes[LaneKind.CAPTURE].run(plan_job(gpu.cuda, pool, job), NEVER), JobDone)
+    assert gpu.cuda.resources() == resources
+    by_cpu = b"".join(
+        gpu.digester.digest(XXH3, gpu.shuttle[p.extents[0].offset_bytes :][: p.length_bytes]) for p in places
+    )
+    other = RestoreJob(3, 1, packed, tokens, tokens, pack_places(places), by_cpu, (XXH3,), False, slot)
+    assert isinstance(lanes[LaneKind.RESTORE].run(plan_job(gpu.cuda, pool, other), NEVER), JobDone)
+    gpu.shuttle[places[-1].extents[0].offset_bytes] ^= 4
+    gpu.memory[:] = 7
+    for attempt, algorithm in ((restore, MLH), (other, XXH3)):
+        failed = lanes[LaneKind.RESTORE].run(plan_job(gpu.cuda, pool, attempt), NEVER)
+        assert isinstance(failed, JobFailed), algorithm
+        assert (failed.code, failed.chunk) == ("damaged", len(places) - 1)
+    pool.close()
+    assert gpu.cuda.resources()["mappings"] == 0
+    gpu.close()
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_changing_source_fails_the_capture(runtime: GpuRuntime) -> None:
+    gpu = Gpu(runtime, slot_layout())
+    device = FaultyDevice(gpu.cuda, {"flip_source": "1"})
+    lane = Lane(LaneKind.CAPTURE, device.copier(LaneKind.CAPTURE))
+    pool = device.open_pool(gpu.stage(), -1)
+    job = CaptureJob(1, 1, pack_rows([(0, 64)]), 64, pack_places(gpu.places(64)), False)
+    failed = lane.run(plan_job(device, pool, job), NEVER)
+    assert isinstance(failed, JobFailed)
+    assert (failed.code, failed.chunk) == ("source_changed", 0)
+    pool.close()
+    gpu.close()
+
+
+@pytest.mark.usefixtures("clean")
+def test_device_errors_become_reports(runtime: GpuRuntime, library: ctypes.CDLL) -> None:
+    gpu = Gpu(runtime, slot_layout())
+    lane = Lane(LaneKind.CAPTURE, gpu.cuda.copier(LaneKind.CAPTURE))
+    pool = gpu.cuda.open_pool(gpu.stage(), -1)
+    job = CaptureJob(1, 1, pack_rows([(0, 64)]), 64, pack_places(gpu.places(64)), False)
+    plan = plan_job(gpu.cuda, pool, job)
+    for number, code, sticky in ((2, "out_of_memory", False), (1, "device_error", False), (700, "device_error", True)):
+        library.fail_next(number)
+        failed = lane.run(plan, NEVER)
+        assert isinstance(failed, JobFailed)
+        assert (failed.code, failed.sticky) == (code, sticky)
+        assert str(number) in failed.message
+    assert isinstance(lane.run(plan, NEVER), JobDone)
+    pool.close()
+    gpu.close()
+
+
+@pytest.mark.usefixtures("clean")
+def test_pools_share_an_allocation_and_bad_ones_are_refused(runtime: GpuRuntime, library: ctypes.CDLL) -> None:
+    gpu = Gpu(runtime, slot_layout())
+    first, second = (gpu.cuda.open_pool(gpu.stage(), -1) for _ in range(2))
+    assert (gpu.cuda.resources()["pools"], gpu.cuda.resources()["mappings"]) == (2, 1)
+    first.close()
+    assert first is not second
+    assert gpu.cuda.resources()["mappings"] == 1
+    second.close()
+    second.close()
+    assert gpu.cuda.resources()["mappings"] == 0
+    for changes, code in (
+        ({"handle": bytes(64)}, "unshareable"),
+        ({"handle": b"short"}, "unshareable"),
+        ({"offset_bytes": 1024}, "probe_failed"),
+        ({"offset_bytes": 8192}, "bad_layout"),
+        ({"pool_bytes": 10}, "bad_layout"),
+        ({"allocation_bytes": 1 << 30}, "unshareable"),
+    ):
+        with pytest.raises(PoolRefused) as refused:
+            gpu.cuda.open_pool(gpu.stage(**changes), -1)
+        assert refused.value.code == code, changes
+    event = runtime.event_create(interprocess=True)
+    pool = gpu.cuda.open_pool(gpu.stage(event_handle=runtime.ipc_event_handle(event)), -1)
+    library.event_waits(2)
+    assert [pool.event_reached() for _ in range(3)] == [False, False, True]
+    pool.close()
+    runtime.event_destroy(event)
+    assert gpu.cuda.resources()["mappings"] == 0
+    gpu.close()
+
+
+@pytest.mark.usefixtures("clean")
+def test_copies_never_cross_two_registrations_and_chunks_outgrow_staging(runtime: GpuRuntime) -> None:
+    row_bytes = 128 * 1024
+    layout = StageLayout((Plane(0, row_bytes, row_bytes, 64),), None, 32)
+    gpu = Gpu(runtime, layout, slice_bytes=1 << 20, granules=LOCK_STEP_BYTES // GRANULE_BYTES + 128)
+    lanes = {kind: Lane(kind, gpu.cuda.copier(kind)) for kind in LaneKind}
+    pool = gpu.cuda.open_pool(gpu.stage(), -1)
+    gpu.granule = LOCK_STEP_BYTES // GRANULE_BYTES - 10
+    places = gpu.places(64)
+    before = gpu.memory.tobytes()
+    job = CaptureJob(1, 1, pack_rows([(0, 64)]), 64, pack_places(places), False)
+    done = lanes[LaneKind.CAPTURE].run(plan_job(gpu.cuda, pool, job), NEVER)
+    assert isinstance(done, JobDone), done
+    gpu.memory[:] = 0
+    restore = RestoreJob(2, 1, pack_rows([(0, 64)]), 64, 64, pack_places(places), done.digests, (MLH,), False)
+    assert isinstance(lanes[LaneKind.RESTORE].run(plan_job(gpu.cuda, pool, restore), NEVER), JobDone)
+    assert gpu.memory.tobytes() == before
+    pool.close()
+    gpu.close()
+
+
+@pytest.mark.usefixtures("clean")
+def test_what_cannot_be_page_locked_is_an_error(runtime: GpuRuntime, library: ctypes.CDLL) -> None:
+    gpu = Gpu(runtime, slot_layout())
+    library.fail_next(2)
+    with pytest.raises(DeviceFailure, match="page-locking stopped after 0 of"):
+        gpu.cuda.add_shuttle(1, memoryview(bytearray(GRANULE_BYTES)))
+    assert gpu.cuda.resources()["shuttles"] == 1
+    gpu.close()
+
+
+def test_no_such_gpu(runtime: GpuRuntime) -> None:
+    with pytest.raises(DeviceFailure, match="no GPU GPU-ff"):
+        CudaDevice.open("GPU-ff", Digester(KEY), slice_bytes=1, staging_bytes=1)
+    with pytest.raises(GpuError, match="error 101"):
+        runtime.set_device(1)

@@ -1,0 +1,116 @@
+"""The pure half of jobs: states, slices, chunks; and the row map against plain lists."""
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from shm.extent import ChunkPlace
+from shm.layout import ChunkSpan, Plane, StageLayout
+from shm.rows import pack_rows, row_count, unpack_rows
+from workers.jobs import (
+    TRANSITIONS,
+    ChunkWork,
+    InvalidTransition,
+    JobEvent,
+    JobRecord,
+    JobRefused,
+    JobState,
+    capture_chunks,
+    plan_slices,
+    restore_chunks,
+    rows_needed,
+)
+from workers.rowmap import RowMap
+
+
+@pytest.mark.parametrize("state", JobState)
+@pytest.mark.parametrize("event", JobEvent)
+def test_every_state_meets_every_event(state: JobState, event: JobEvent) -> None:
+    record = JobRecord(5)
+    record.state = state
+    after = TRANSITIONS[state].get(event)
+    if after is None:
+        with pytest.raises(InvalidTransition, match=f"job 5: {event.name} in state {state.name}"):
+            record.apply(event)
+        assert record.state is state
+    else:
+        assert record.apply(event) is after is record.state
+
+
+def test_ends_are_the_states_that_nothing_leaves() -> None:
+    ends = {state for state in JobState if not TRANSITIONS[state]}
+    assert ends == {JobState.DONE, JobState.FAILED, JobState.CANCELLED}
+    assert all(JobEvent.FAIL in TRANSITIONS[state] for state in set(JobState) - ends)
+
+
+def chunk(number: int, length: int, rows: int = 1) -> ChunkWork:
+    return ChunkWork(number, ChunkSpan(False, 0, rows, 0, rows, length), ChunkPlace(length, ()), rows, 0)
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 100), st.integers(1, 8))
+def test_slices_cover_all_chunks_in_order_within_their_bounds(lengths: list[int], size: int, rows: int) -> None:
+    chunks = [chunk(n, length) for n, length in enumerate(lengths)]
+    slices = plan_slices(chunks, size, rows)
+    covered = [n for first, count in slices for n in range(first, first + count)]
+    assert covered == list(range(len(lengths)))
+    for first, count in slices:
+        assert count == 1 or (sum(lengths[first : first + count]) <= size and count <= rows)
+    # No slice could have taken the next chunk as well.
+    for (first, count), _ in itertools.pairwise(slices):
+        assert sum(lengths[first : first + count + 1]) > size or count + 1 > rows
+
+
+def test_restore_of_a_prefix_takes_the_chunks_that_hold_it() -> None:
+    layout = StageLayout((Plane(0, 32, 32, 100, 4, 8),), None, 8)
+    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(30, with_state=False)]
+    digests = bytes(range(16)) * 4
+    works = restore_chunks(layout, 30, 13, places, digests=digests, algorithms=("a", "b", "c", "d"), with_state=False)
+    assert [(w.number, w.live_rows, w.tail_tokens, w.algorithm) for w in works] == [(0, 2, 0, "a"), (1, 2, 1, "b")]
+    assert rows_needed(works) == 4
+    assert restore_chunks(layout, 30, 0, places, digests=digests, algorithms=("a",), with_state=False) == []
+
+
+def test_capture_names_the_tail() -> None:
+    layout = StageLayout((Plane(0, 32, 32, 100, 4, 8),), None, 8)
+    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(14, with_state=False)]
+    works = capture_chunks(layout, 14, places, with_state=False)
+    assert [(w.live_rows, w.tail_tokens) for w in works] == [(2, 0), (2, 2)]
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=12)
+
+
+@given(RUNS, st.data())
+def test_rows_are_those_of_plain_lists(runs: list[tuple[int, int]], data: st.DataObject) -> None:
+    plain = [row for first, count in runs for row in range(first, first + count)]
+    rows = RowMap.parse(pack_rows(runs), 100, 0)
+    assert rows.count == len(plain)
+    start = data.draw(st.integers(0, len(plain)))
+    end = data.draw(st.integers(start, len(plain)))
+    assert rows.index(start, end).tolist() == plain[start:end]
+    cut = rows.runs_between(start, end, 100)
+    assert cut is not None
+    assert [row for first, count in cut for row in range(first, first + count)] == plain[start:end]
+    limited = rows.runs_between(start, end, 1)
+    assert limited is None or len(limited) <= 1
+    prefix = unpack_rows(rows.packed_prefix(end))
+    assert [row for first, count in prefix for row in range(first, first + count)] == plain[:end]
+    assert row_count(prefix) == end
+
+
+@pytest.mark.parametrize(
+    ("packed", "needed"),
+    [(b"1234567", 0), (pack_rows([(0, 5), (9, 2)]), 0), (pack_rows([(9, 2)]), 0), (bytes(8), 0), (bytes(16), 0),
+     (pack_rows([(0, 5)]), 6), (b"", 1)],
+)  # fmt: skip
+def test_bad_rows_are_refused(packed: bytes, needed: int) -> None:
+    with pytest.raises(JobRefused) as refused:
+        RowMap.parse(packed, 10, needed)
+    assert refused.value.code == "bad_rows"
+
+
+def test_no_rows_are_rows_too() -> None:
+    assert RowMap.parse(b"", 10, 0).count == 0
+    assert RowMap.parse(b"", 10, 0).packed_prefix(3) == b""

@@ -1,0 +1,297 @@
+"""Lanes over a cpu device: what is captured is what the model says, and only proven bytes reach a row."""
+
+import gc
+import threading
+import time
+import weakref
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from ipc.messages import CaptureJob, JobDone, JobFailed, RestoreJob
+from shm.extent import GRANULE_BYTES, Extent, pack_places
+from shm.layout import Plane, StageLayout, StatePlane
+from shm.rows import pack_rows, unpack_rows
+from tests.unit.workers.rig import NEVER, Rig, model_chunk, paged_layout, slot_layout, written_bytes
+from workers.device import LaneKind, SliceWork
+from workers.digest import MLH
+from workers.lanes import JobHooks, Lane, plan_job
+
+
+def rows_in(packed: bytes) -> list[int]:
+    return [row for first, count in unpack_rows(packed) for row in range(first, first + count)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[StageLayout, list[int], int, int]:
+    """A layout, rows in any order, tokens, tokens of a shorter restore."""
+    tokens_per_row = draw(st.sampled_from([1, 1, 3, 4, 16]))
+    token_bytes = draw(st.sampled_from([1, 2, 5, 8, 24, 64, 200]))
+    row_bytes = tokens_per_row * token_bytes
+    rows = draw(st.integers(2, 40))
+    planes: list[Plane] = []
+    at = draw(st.integers(0, 9))
+    for _ in range(draw(st.integers(1, 4))):
+        stride = row_bytes + draw(st.sampled_from([0, 0, 1, 16, 100]))
+        planes.append(Plane(at, row_bytes, stride, rows, tokens_per_row, token_bytes if tokens_per_row > 1 else 0))
+        at = planes[-1].end_bytes + draw(st.integers(0, 5))
+    state = StatePlane(at, draw(st.integers(1, 90)), 96, 3) if draw(st.booleans()) else None
+    layout = StageLayout(tuple(planes), state, tokens_per_row * draw(st.sampled_from([1, 2, 5, 16])))
+    tokens = draw(st.integers(1, rows * tokens_per_row))
+    order = draw(st.one_of(st.just(list(range(rows))), st.permutations(range(rows))))
+    return layout, list(order)[: layout.rows_for(tokens)], tokens, draw(st.integers(0, tokens))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(), st.booleans(), st.integers(0, 2**32))
+def test_captured_bytes_are_the_models_and_come_back(
+    case: tuple[StageLayout, list[int], int, int], fragment: bool, seed: int
+) -> None:
+    layout, rows, tokens, prefix = case
+    slot = 1 if layout.state is not None else -1
+    with Rig(layout, seed=seed, fragment=fragment, slice_bytes=1024, shuttle_granules=200) as rig:
+        before = rig.memory.tobytes()
+        places = rig.places(tokens, slot)
+        done = rig.capture(rows, tokens, places, state_slot=slot)
+        assert isinstance(done, JobDone), done
+        spans = layout.chunks(tokens, with_state=slot >= 0)
+        for span, place in zip(spans, places, strict=True):
+            assert rig.stored(place) == model_chunk(before, layout, rows, span, slot)
+        assert done.moved_bytes == sum(span.length_bytes for span in spans)
+        assert rig.memory.tobytes() == before
+
+        rig.memory[:] ^= 0x5A
+        destroyed = rig.memory.tobytes()
+        restored = rig.restore(rows, tokens, places, done.digests, state_slot=slot)
+        assert isinstance(restored, JobDone), restored
+        touched = written_bytes(layout, rows, tokens)
+        if layout.state is not None:
+            start = layout.state.offset_bytes + slot * layout.state.slot_stride_bytes
+            touched |= set(range(start, start + layout.state.slot_bytes))
+        after = rig.memory.tobytes()
+        assert all(after[n] == (before[n] if n in touched else destroyed[n]) for n in range(len(after)))
+
+        rig.memory[:] ^= 0x33
+        destroyed = rig.memory.tobytes()
+        count = len(places) - (1 if slot >= 0 else 0)
+        restored = rig.restore(rows, tokens, places[:count], done.digests[: 16 * count], tokens=prefix)
+        assert isinstance(restored, JobDone), restored
+        touched = written_bytes(layout, rows, prefix)
+        after = rig.memory.tobytes()
+        assert all(after[n] == (before[n] if n in touched else destroyed[n]) for n in range(len(after)))
+
+
+@pytest.mark.parametrize("plane", range(3))
+@pytest.mark.parametrize("chunk", range(4))
+def test_one_flipped_bit_is_damaged_and_its_rows_are_unchanged(plane: int, chunk: int) -> None:
+    layout = slot_layout()
+    rows = list(range(64))
+    with Rig(layout) as rig:
+        places = rig.places(64)
+        done = rig.capture(rows, 64, places)
+        assert isinstance(done, JobDone)
+        bit = rig.random.randrange(16 * 96 * 8)
+        at = places[chunk].extents[0].offset_bytes + plane * 16 * 96 + bit // 8
+        rig.shuttle[at] ^= 1 << (bit % 8)
+        original = rig.memory.tobytes()
+        rig.memory[:] = 0
+        failed = rig.restore(rows, 64, places, done.digests)
+        assert isinstance(failed, JobFailed)
+        assert (failed.code, failed.chunk, failed.sticky) == ("damaged", chunk, False)
+        # Slices before the damaged chunk were written and are named; nothing else was touched.
+        undefined = rows_in(failed.rows_undefined)
+        assert undefined == list(range(len(undefined)))
+        assert len(undefined) <= chunk * 16
+        touched = written_bytes(layout, rows, len(undefined))
+        after = rig.memory.tobytes()
+        assert all(after[n] == (original[n] if n in touched else 0) for n in range(len(after)))
+
+
+def test_a_damaged_state_chunk_leaves_the_state_alone() -> None:
+    layout = slot_layout()
+    with Rig(layout) as rig:
+        places = rig.places(8, state_slot=2)
+        done = rig.capture(range(8), 8, places, state_slot=2)
+        assert isinstance(done, JobDone)
+        rig.shuttle[places[-1].extents[0].offset_bytes + 5] ^= 0x80
+        rig.memory[:] = 0
+        failed = rig.restore(range(8), 8, places, done.digests, state_slot=2)
+        assert isinstance(failed, JobFailed)
+        assert (failed.code, failed.chunk, failed.state_undefined) == ("damaged", 1, False)
+        assert not rig.memory.any()
+
+
+@pytest.mark.parametrize("layout", [slot_layout(), paged_layout()])
+def test_a_source_that_changes_between_digest_and_copy_fails_the_capture(layout: StageLayout) -> None:
+    rows = list(range(8))
+    with Rig(layout, faults={"capture.flip_source": "1"}) as rig:
+        places = rig.places(8)
+        failed = rig.capture(rows, 8, places)
+        assert isinstance(failed, JobFailed)
+        assert (failed.code, failed.chunk, failed.rows_undefined) == ("source_changed", 0, b"")
+        again = rig.capture(rows, 8, places)
+        assert isinstance(again, JobDone)
+
+
+def test_cancel_stops_between_slices_and_names_the_rows() -> None:
+    layout = slot_layout()
+    asked: list[int] = []
+
+    def stopped() -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    with Rig(layout, slice_bytes=1) as rig:
+        places = rig.places(64)
+        done = rig.capture(range(64), 64, places)
+        assert isinstance(done, JobDone)
+        failed = rig.restore(range(64), 64, places, done.digests, hooks=JobHooks(stopped, lambda: None))
+        assert isinstance(failed, JobFailed)
+        assert failed.code == "cancelled"
+        assert rows_in(failed.rows_undefined) == list(range(32))
+        assert failed.moved_bytes == 2 * 16 * 96 * 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "sticky"),
+    [
+        ("copy_error", "device_error", False),
+        ("copy_oom", "out_of_memory", False),
+        ("copy_sticky", "device_error", True),
+    ],
+)
+def test_device_failures_become_reports(fault: str, code: str, sticky: bool) -> None:
+    layout = slot_layout()
+    with Rig(layout, slice_bytes=1, faults={f"restore.{fault}": "3"}) as rig:
+        places = rig.places(64)
+        done = rig.capture(range(64), 64, places)
+        assert isinstance(done, JobDone)
+        failed = rig.restore(range(64), 64, places, done.digests)
+        assert isinstance(failed, JobFailed)
+        assert (failed.code, failed.sticky) == (code, sticky)
+        # The third slice failed while it was written: its rows count as written.
+        assert rows_in(failed.rows_undefined) == list(range(48))
+
+
+def test_the_other_algorithm_is_checked_too() -> None:
+    layout = slot_layout()
+    with Rig(layout) as rig:
+        places = rig.places(40)
+        assert isinstance(rig.capture(range(40), 40, places), JobDone)
+        before = rig.memory.tobytes()
+        digests = b"".join(rig.digester.digest(MLH, memory_of(rig.stored(place))) for place in places)
+        rig.memory[:] = 0
+        assert isinstance(rig.restore(range(40), 40, places, digests, algorithm=MLH), JobDone)
+        assert all(rig.memory[n] == before[n] for n in written_bytes(layout, range(40), 40))
+        rig.shuttle[places[1].extents[0].offset_bytes] ^= 1
+        failed = rig.restore(range(40), 40, places, digests, algorithm=MLH)
+        assert isinstance(failed, JobFailed)
+        assert failed.code == "damaged"
+
+
+def memory_of(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.frombuffer(data, np.uint8)
+
+
+def test_bad_jobs_are_refused() -> None:
+    layout = slot_layout()
+    with Rig(layout) as rig:
+        places = rig.places(8)
+        assert code_of(rig.capture([63, 64, 1, 2, 3, 4, 5, 6], 8, places)) == "bad_rows"
+        assert code_of(rig.capture(range(7), 8, places)) == "bad_rows"
+        assert code_of(rig.capture(range(8), 8, [*places, *places])) == "bad_request"
+        assert code_of(rig.capture(range(8), 8, rig.places(9))) == "bad_request"
+        assert code_of(rig.capture(range(8), 8, places, state_slot=4)) == "bad_state"
+        assert code_of(rig.restore(range(8), 8, places, bytes(16), tokens=9)) == "bad_tokens"
+        assert code_of(rig.restore(range(8), 8, places, bytes(15))) == "bad_request"
+        header = [place._replace(extents=(Extent(0, 0, GRANULE_BYTES),)) for place in places]
+        assert code_of(rig.capture(range(8), 8, header)) == "bad_request"
+        beyond = [place._replace(extents=(Extent(0, 160 * GRANULE_BYTES, GRANULE_BYTES),)) for place in places]
+        assert code_of(rig.capture(range(8), 8, beyond)) == "bad_request"
+
+
+def code_of(report: JobDone | JobFailed) -> str:
+    assert isinstance(report, JobFailed)
+    return report.code
+
+
+def test_a_block_whose_tokens_cannot_be_located_is_refused() -> None:
+    plane = Plane(0, 64, 64, 8, 8, 0)
+    with Rig(StageLayout((plane,), None, 8)) as rig:
+        assert code_of(rig.capture(range(2), 9, rig.places(9))) == "bad_tokens"
+        assert isinstance(rig.capture(range(2), 16, rig.places(16)), JobDone)
+
+
+def test_nothing_of_a_job_is_kept_after_its_report() -> None:
+    layout = slot_layout()
+    with Rig(layout) as rig:
+        seen: list[weakref.ref[object]] = []
+        copier = rig.device.copier(LaneKind.CAPTURE)
+        lane = Lane(LaneKind.CAPTURE, copier)
+
+        def note(work: SliceWork) -> None:
+            seen.append(weakref.ref(work.rows))
+
+        copier.before_copy = note
+        job = CaptureJob(1, 1, pack_rows([(0, 8)]), 8, pack_places(rig.places(8)), False)
+        assert isinstance(lane.run(plan_job(rig.device, rig.pool, job), NEVER), JobDone)
+        done = rig.capture(range(8), 8, places := rig.places(8))
+        assert isinstance(done, JobDone)
+        rig.shuttle[places[0].extents[0].offset_bytes] ^= 1
+        restore = RestoreJob(2, 1, pack_rows([(0, 8)]), 8, 8, pack_places(places), done.digests, ("xxh3-128",), False)
+        plan = plan_job(rig.device, rig.pool, restore)
+        seen.append(weakref.ref(plan.rows))
+        failed = rig.lanes[LaneKind.RESTORE].run(plan, NEVER)
+        assert isinstance(failed, JobFailed)
+        del plan
+        gc.collect()
+        assert seen
+        assert all(ref() is None for ref in seen)
+
+
+def test_resources_are_the_same_after_many_jobs() -> None:
+    layout = slot_layout(planes=1, rows=8, chunk_tokens=8)
+    with Rig(layout) as rig:
+        places = rig.places(8)
+        done = rig.capture(range(8), 8, places)
+        assert isinstance(done, JobDone)
+        before = rig.device.resources()
+        for _ in range(5000):
+            assert isinstance(rig.capture(range(8), 8, places), JobDone)
+            assert isinstance(rig.restore(range(8), 8, places, done.digests), JobDone)
+        assert rig.device.resources() == before
+
+
+def test_both_lanes_at_once() -> None:
+    layout = slot_layout(planes=4, row_bytes=4096, rows=256, chunk_tokens=64)
+    with Rig(layout, slice_bytes=1 << 20, shuttle_granules=2 + 2 * 64) as rig:
+        first, second = rig.places(128), rig.places(128)
+        low, high = range(128), range(128, 256)
+        done = rig.capture(low, 128, first)
+        assert isinstance(done, JobDone)
+        before = rig.memory.tobytes()
+        reports: list[JobDone | JobFailed] = []
+        threads = [
+            threading.Thread(target=lambda: reports.append(rig.capture(high, 128, second))),
+            threading.Thread(target=lambda: reports.append(rig.restore(low, 128, first, done.digests))),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [type(report) for report in reports] == [JobDone, JobDone]
+        assert rig.memory.tobytes() == before
+
+
+def test_the_simulated_link_holds_its_rate() -> None:
+    layout = slot_layout(planes=1, row_bytes=4096, rows=256, chunk_tokens=64)
+    rate = 20e6
+    with Rig(layout, link_bytes_per_s=rate) as rig:
+        places = rig.places(256)
+        start_s = time.perf_counter()
+        done = rig.capture(range(256), 256, places)
+        taken_s = time.perf_counter() - start_s
+        assert isinstance(done, JobDone)
+        assert taken_s >= 0.97 * done.moved_bytes / rate

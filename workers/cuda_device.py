@@ -1,0 +1,272 @@
+"""A GPU of CUDA or HIP, found by its UUID: engines' pools by IPC, page-locked shuttles, kernels, streams for life."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from ipc.messages import CudaIpcPool, Stage
+from shm.gpu_runtime import ANY_DIRECTION, HOST_TO_DEVICE, GpuError, GpuRuntime, GpuUnavailable
+from shm.layout import LayoutError, check_layout
+from workers.compiler import CompilerUnavailable
+from workers.cuda_copier import LOCK_STEP_BYTES, CudaCopier
+from workers.cuda_memory import Counts, DeviceMemory, translated
+from workers.cuda_pool import AllocationBook, CudaPool, PoolMemory
+from workers.cuda_self_test import run_self_test
+from workers.device import DeviceFailure, LaneKind, PoolRefused, check_probe
+from workers.digest import MLH, Digester
+from workers.gpu_kernels import CompiledKernels, SliceKernels, compiled
+from workers.shuttle_map import ShuttleMap
+from workers.slice_table import MAX_CHUNK_BYTES
+
+_log: Final = logging.getLogger(__name__)
+_SLICE_ROWS: Final = 65536
+
+
+class CudaDevice:
+    """See `workers.device.Device`."""
+
+    def __init__(
+        self, runtime: GpuRuntime, index: int, digester: Digester, *, slice_bytes: int, staging_bytes: int
+    ) -> None:
+        self._runtime = runtime
+        self._index = index
+        self._digester = digester
+        self._counts = Counts()
+        self._shuttles = ShuttleMap()
+        self._locked: dict[int, list[int]] = {}
+        self._allocations = AllocationBook(runtime, self._counts)
+        self._copiers: list[CudaCopier] = []
+        self._keys: DeviceMemory | None = None
+        self._kernels: SliceKernels | None = None
+        self._setup_stream = 0
+        self._staging_bytes = staging_bytes
+        self.slice_bytes = min(slice_bytes, staging_bytes)
+        self.slice_rows = _SLICE_ROWS
+        self.digest_algorithm = MLH
+        self.name = ""
+
+    @classmethod
+    def open(
+        cls, uuid: str, digester: Digester, *, slice_bytes: int, staging_bytes: int, kernels: str = "auto"
+    ) -> "CudaDevice":
+        """Open the GPU with this UUID. `kernels`: ``auto`` (compiled, torch where that fails), ``nvrtc`` or ``torch``.
+
+        Raises:
+            DeviceFailure: no runtime, no such GPU, or it cannot be used.
+        """
+        try:
+            runtime = GpuRuntime.load()
+        except GpuUnavailable as exc:
+            raise DeviceFailure("device_error", str(exc)) from exc
+        with translated():
+            index = runtime.find_device(uuid)
+            if index is None:
+                raise DeviceFailure("device_error", f"no GPU {uuid} is visible to this process")
+            device = cls(runtime, index, digester, slice_bytes=slice_bytes, staging_bytes=staging_bytes)
+            device.prepare(kernels)
+        return device
+
+    def prepare(self, kernels: str) -> None:
+        """Create context, keys and kernels.
+
+        Raises:
+            GpuError, DeviceFailure: the device cannot be used.
+        """
+        runtime = self._runtime
+        runtime.set_device(self._index)
+        runtime.memory_info()  # the first call that needs the primary context creates it
+        self.name = runtime.device_name(self._index)
+        self._setup_stream = runtime.stream_create(urgent=False)
+        self._counts.streams += 1
+        keys = np.ascontiguousarray(self._digester.mlh.first)
+        self._keys = DeviceMemory(runtime, self._counts, keys.nbytes)
+        runtime.memcpy_async(self._keys.address, int(keys.ctypes.data), keys.nbytes, HOST_TO_DEVICE, self._setup_stream)
+        runtime.stream_synchronize(self._setup_stream)
+        self._kernels = self._choose_kernels(kernels, self._keys.address)
+
+    def _choose_kernels(self, wanted: str, keys: int) -> SliceKernels:
+        if wanted != "torch":
+            try:
+                image = compiled(self._runtime.kind, self._architecture())
+                return CompiledKernels(self._runtime, image, keys)
+            except (CompilerUnavailable, GpuError) as exc:
+                if wanted != "auto":
+                    raise DeviceFailure("device_error", str(exc)) from exc
+                _log.warning("kernels are torch operations, slow reason=%s", exc)
+        try:
+            import torch  # noqa: PLC0415 - takes seconds, and may be missing
+
+            from workers.torch_kernels import TorchKernels  # noqa: PLC0415
+        except ImportError as exc:
+            raise DeviceFailure("device_error", f"neither compiled kernels nor torch: {exc}") from exc
+        return TorchKernels(torch.device("cuda", self._index), self._digester.mlh, self._move_by_copy_engine)
+
+    def _move_by_copy_engine(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """Waits behind bulk copies that are under way, but works everywhere."""
+        self._runtime.memcpy_async(target, source, size_bytes, ANY_DIRECTION, stream)
+
+    def _architecture(self) -> str:
+        if self._runtime.kind == "cuda":
+            major, minor = self._runtime.compute_capability(self._index)
+            return f"sm_{major}{minor}"
+        try:
+            import torch  # noqa: PLC0415 - as above
+        except ImportError as exc:
+            raise CompilerUnavailable(f"the architecture is asked of torch: {exc}") from exc
+        name = str(getattr(torch.cuda.get_device_properties(self._index), "gcnArchName", ""))
+        return name.split(":", maxsplit=1)[0]
+
+    @property
+    def digest_path(self) -> str:
+        """See `Device`."""
+        return self.kernels.path
+
+    @property
+    def kernels(self) -> SliceKernels:
+        """The kernels in use."""
+        assert self._kernels is not None, "the device was prepared"
+        return self._kernels
+
+    @property
+    def device_bytes(self) -> int:
+        """See `Device`: what was allocated, without the context itself."""
+        return self._counts.device_bytes
+
+    def bind_thread(self) -> None:
+        """See `Device`."""
+        with translated():
+            self._runtime.set_device(self._index)
+
+    def self_test(self) -> None:
+        """See `Device`."""
+        with translated():
+            run_self_test(self._runtime, self._counts, self.kernels, self._digester, self._setup_stream)
+
+    def open_pool(self, stage: Stage, descriptor: int) -> CudaPool:
+        """See `Device`."""
+        wanted = stage.pool
+        if not isinstance(wanted, CudaIpcPool):
+            raise PoolRefused("foreign_device", "a host pool was sent to a GPU's worker")
+        self._check(stage, wanted)
+        base = self._allocations.open(wanted)
+        release = _once(lambda: self._allocations.release(wanted.handle))
+        event = 0
+        try:
+            if wanted.event_handle:
+                event = self._runtime.ipc_open_event(wanted.event_handle)
+            memory = PoolMemory(base + wanted.offset_bytes, wanted.pool_bytes, release)
+            pool = CudaPool(self._runtime, self._counts, memory, stage.layout, event=event, stream=self._setup_stream)
+        except (GpuError, ValueError) as exc:
+            if event:
+                with contextlib.suppress(GpuError):
+                    self._runtime.event_destroy(event)
+            release()
+            raise PoolRefused("device_error", str(exc)) from exc
+        try:
+            check_probe(pool, stage)
+        except DeviceFailure as exc:
+            pool.close()
+            raise PoolRefused("device_error", exc.message) from exc
+        except PoolRefused:
+            pool.close()
+            raise
+        return pool
+
+    def _check(self, stage: Stage, wanted: CudaIpcPool) -> None:
+        try:
+            check_layout(stage.layout, wanted.pool_bytes)
+        except LayoutError as exc:
+            raise PoolRefused("bad_layout", str(exc)) from exc
+        layout = stage.layout
+        rows = layout.chunk_tokens // layout.tokens_per_row
+        state_bytes = layout.state.slot_bytes if layout.state is not None else 0
+        if rows > _SLICE_ROWS or max(rows * layout.row_bytes, state_bytes) > MAX_CHUNK_BYTES:
+            raise PoolRefused("bad_layout", f"a chunk has {rows} rows of {layout.row_bytes} bytes: too large for a GPU")
+        if wanted.offset_bytes < 0 or wanted.offset_bytes + wanted.pool_bytes > wanted.allocation_bytes:
+            raise PoolRefused("bad_layout", f"the pool does not lie in its allocation: {wanted.allocation_bytes} bytes")
+
+    def add_shuttle(self, index: int, memory: memoryview) -> bool:
+        """See `Device`: page-locked in steps of 64 MiB, so that copies of others get in between."""
+        address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        steps: list[int] = []
+        try:
+            with translated():
+                for start in range(0, len(memory), LOCK_STEP_BYTES):
+                    self._runtime.host_register(address + start, min(LOCK_STEP_BYTES, len(memory) - start))
+                    steps.append(address + start)
+        except DeviceFailure as exc:
+            for step in steps:
+                with contextlib.suppress(GpuError):
+                    self._runtime.host_unregister(step)
+            done = len(steps) * LOCK_STEP_BYTES
+            raise DeviceFailure(
+                exc.code, f"page-locking stopped after {done} of {len(memory)} bytes: {exc.message}", sticky=exc.sticky
+            ) from exc
+        self._locked[index] = steps
+        self._counts.registrations += len(steps)
+        self._shuttles.add(index, memory)
+        return True
+
+    def copier(self, lane: LaneKind) -> CudaCopier:
+        """See `Device`."""
+        with translated():
+            made = CudaCopier(
+                self._runtime,
+                self._counts,
+                self.kernels,
+                self._shuttles,
+                self._digester,
+                lane=lane,
+                staging_bytes=self._staging_bytes,
+            )
+        self._copiers.append(made)
+        return made
+
+    def resources(self) -> dict[str, int]:
+        """See `Device`."""
+        counts = self._counts
+        return {
+            "streams": counts.streams,
+            "events": counts.events,
+            "staging_bytes": counts.staging_bytes,
+            "device_bytes": counts.device_bytes,
+            "registrations": counts.registrations,
+            "pools": counts.pools,
+            "mappings": counts.mappings,
+            "shuttles": len(self._shuttles),
+        }
+
+    def close(self) -> None:
+        """See `Device`."""
+        with contextlib.suppress(GpuError):
+            while self._copiers:
+                self._copiers.pop().close()
+            self._shuttles.clear()
+            while self._locked:
+                for step in self._locked.popitem()[1]:
+                    self._runtime.host_unregister(step)
+                    self._counts.registrations -= 1
+            if self._kernels is not None:
+                self._kernels.close()
+                self._kernels = None
+            if self._keys is not None:
+                self._keys.close()
+                self._keys = None
+            if self._setup_stream:
+                self._runtime.stream_destroy(self._setup_stream)
+                self._setup_stream = 0
+                self._counts.streams -= 1
+
+
+def _once(action: Callable[[], None]) -> Callable[[], None]:
+    """The action, at most once."""
+    pending = [action]
+
+    def run() -> None:
+        if pending:
+            pending.pop()()
+
+    return run

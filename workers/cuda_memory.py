@@ -1,0 +1,191 @@
+"""Device and page-locked memory of a GPU worker, allocated once and counted."""
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shm.gpu_runtime import OUT_OF_MEMORY, GpuError, GpuRuntime
+from workers.device import DeviceFailure
+from workers.digest import SUMS, Bytes, Words
+from workers.slice_table import CHUNK, SliceTable
+
+_PAGE_BYTES: Final = 4096
+_TABLE_BYTES: Final = 1024 * 1024
+_SUM_BLOCKS: Final = 8192
+# Chunks are laid 16 bytes apart at most; this covers slices of many small ones without growing.
+_SLACK_BYTES: Final = 1024 * 1024
+_CHUNKS_ALIGN_BYTES: Final = 16
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Turn what the runtime (or torch) raises into `DeviceFailure`."""
+    try:
+        yield
+    except GpuError as exc:
+        code = "out_of_memory" if exc.code == OUT_OF_MEMORY else "device_error"
+        raise DeviceFailure(code, str(exc), sticky=exc.sticky) from exc
+    except RuntimeError as exc:
+        # torch's own errors; an asynchronous one of the device says "CUDA error" or "HIP error" and is sticky.
+        text = str(exc)
+        no_memory = "out of memory" in text
+        sticky = not no_memory and ("CUDA error" in text or "HIP error" in text)
+        raise DeviceFailure("out_of_memory" if no_memory else "device_error", text, sticky=sticky) from exc
+
+
+class Counts:
+    """What a GPU worker holds."""
+
+    def __init__(self) -> None:
+        self.streams = 0
+        self.events = 0
+        self.registrations = 0
+        self.device_bytes = 0
+        self.staging_bytes = 0
+        self.pools = 0
+        self.mappings = 0
+
+
+class PinnedMemory:
+    """Page-locked host memory of our own. `array` is all of it."""
+
+    def __init__(self, runtime: GpuRuntime, counts: Counts, size_bytes: int) -> None:
+        self._runtime = runtime
+        self._counts = counts
+        self._mapping = mmap.mmap(-1, -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+        self.array: Bytes = np.frombuffer(self._mapping, np.uint8)
+        self.address = int(self.array.ctypes.data)
+        runtime.host_register(self.address, len(self.array))
+        counts.registrations += 1
+
+    def close(self) -> None:
+        """Unlock it. The memory goes with the last view."""
+        self._runtime.host_unregister(self.address)
+        self._counts.registrations -= 1
+
+
+class DeviceMemory:
+    """Device memory of our own."""
+
+    def __init__(self, runtime: GpuRuntime, counts: Counts, size_bytes: int) -> None:
+        self._runtime = runtime
+        self._counts = counts
+        self.size_bytes = size_bytes
+        self.address = runtime.malloc(size_bytes)
+        counts.device_bytes += size_bytes
+
+    def close(self) -> None:
+        """Free it; waits for the device."""
+        self._runtime.free(self.address)
+        self._counts.device_bytes -= self.size_bytes
+
+
+class Move(Protocol):
+    """How tables and sums travel (see `SliceKernels.move`)."""
+
+    def __call__(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """Enqueue a copy."""
+        ...
+
+
+class SlotMemory:
+    """What one slice under way needs: staging, its tables, and its block sums (``source``, then ``staging``)."""
+
+    def __init__(self, runtime: GpuRuntime, counts: Counts, staging_bytes: int, move: Move) -> None:
+        self._runtime = runtime
+        self._counts = counts
+        self._move = move
+        self.staging = DeviceMemory(runtime, counts, staging_bytes + _SLACK_BYTES)
+        counts.staging_bytes += self.staging.size_bytes
+        self._table = DeviceMemory(runtime, counts, _TABLE_BYTES)
+        self._table_host = PinnedMemory(runtime, counts, _TABLE_BYTES)
+        self._sums = DeviceMemory(runtime, counts, _SUM_BLOCKS * SUMS * 8)
+        self._sums_host = PinnedMemory(runtime, counts, _SUM_BLOCKS * SUMS * 8)
+        self._blocks = 0
+
+    def fits(self, table: SliceTable) -> bool:
+        """Whether `grow` has nothing to do."""
+        return (
+            table.staging_bytes <= self.staging.size_bytes
+            and self._table_bytes(table) <= self._table.size_bytes
+            and 2 * table.block_count * SUMS * 8 <= self._sums.size_bytes
+        )
+
+    @staticmethod
+    def _table_bytes(table: SliceTable) -> int:
+        return table.rows.nbytes + _CHUNKS_ALIGN_BYTES + len(table.chunks) * CHUNK.itemsize
+
+    def grow(self, table: SliceTable) -> None:
+        """Make room for a larger slice than ever before; the slot must be idle.
+
+        Raises:
+            GpuError: no memory; the slot is as it was.
+        """
+        if table.staging_bytes > self.staging.size_bytes:
+            larger = DeviceMemory(self._runtime, self._counts, table.staging_bytes + _SLACK_BYTES)
+            self._counts.staging_bytes += larger.size_bytes - self.staging.size_bytes
+            self.staging.close()
+            self.staging = larger
+        if self._table_bytes(table) > self._table.size_bytes:
+            self._table, self._table_host = self._larger(self._table, self._table_host, self._table_bytes(table))
+        sums_bytes = 2 * table.block_count * SUMS * 8
+        if sums_bytes > self._sums.size_bytes:
+            self._sums, self._sums_host = self._larger(self._sums, self._sums_host, sums_bytes)
+
+    def _larger(self, device: DeviceMemory, host: PinnedMemory, size_bytes: int) -> tuple[DeviceMemory, PinnedMemory]:
+        made = DeviceMemory(self._runtime, self._counts, 2 * size_bytes)
+        try:
+            pinned = PinnedMemory(self._runtime, self._counts, 2 * size_bytes)
+        except GpuError:
+            made.close()
+            raise
+        device.close()
+        host.close()
+        return made, pinned
+
+    def load(self, table: SliceTable, stream: int) -> tuple[int, int]:
+        """Enqueue the tables' way to the device and clear the sums; addresses of rows and chunks there."""
+        rows, chunks = table.rows.view(np.uint8), table.chunks.view(np.uint8)
+        start = -(-len(rows) // _CHUNKS_ALIGN_BYTES) * _CHUNKS_ALIGN_BYTES
+        host = self._table_host.array
+        host[: len(rows)] = rows
+        host[start : start + len(chunks)] = chunks
+        address = self._table.address
+        self._move(address, self._table_host.address, start + len(chunks), stream)
+        self._blocks = table.block_count
+        self._runtime.memset_async(self._sums.address, 0, 2 * self._blocks * SUMS * 8, stream)
+        return address, address + start
+
+    @property
+    def source_sums(self) -> int:
+        """Device address of the source's sums."""
+        return self._sums.address
+
+    @property
+    def staging_sums(self) -> int:
+        """Device address of staging's sums."""
+        return self._sums.address + self._blocks * SUMS * 8
+
+    def fetch_sums(self, stream: int) -> None:
+        """Enqueue both sets of sums' way to the host."""
+        size = 2 * self._blocks * SUMS * 8
+        self._move(self._sums_host.address, self._sums.address, size, stream)
+
+    @property
+    def sums(self) -> tuple[Words, Words]:
+        """Sums of source and staging, each (blocks, 4); to be read once they have come, valid until the next slice."""
+        both: npt.NDArray[np.uint64] = self._sums_host.array[: 2 * self._blocks * SUMS * 8].view(np.uint64)
+        shaped = both.reshape(2, self._blocks, SUMS)
+        return shaped[0], shaped[1]
+
+    def close(self) -> None:
+        """Free everything."""
+        for memory in (self.staging, self._table, self._sums):
+            memory.close()
+        self._table_host.close()
+        self._sums_host.close()
+        self._counts.staging_bytes -= self.staging.size_bytes

@@ -1,0 +1,154 @@
+"""Pools of a GPU: allocations of engines, opened once each and shared by the pools that lie in them."""
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ipc.messages import CudaIpcPool
+from shm.gpu_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, GpuError, GpuRuntime
+from shm.layout import StageLayout
+from workers.cuda_memory import Counts, DeviceMemory, translated
+from workers.device import PoolRefused
+from workers.slice_table import plane_table, vector_width
+
+
+class AllocationBook:
+    """Opened allocations by handle, with how many pools use each. For the thread that opens pools."""
+
+    def __init__(self, runtime: GpuRuntime, counts: Counts) -> None:
+        self._runtime = runtime
+        self._counts = counts
+        self._open: dict[bytes, tuple[int, int]] = {}
+
+    def open(self, pool: CudaIpcPool) -> int:
+        """Address of the allocation here.
+
+        Raises:
+            PoolRefused: the handle cannot be opened, or the allocation is smaller than it was said to be.
+        """
+        known = self._open.get(pool.handle)
+        if known is not None:
+            self._open[pool.handle] = (known[0], known[1] + 1)
+            return known[0]
+        try:
+            address = self._runtime.ipc_open_mem(pool.handle)
+        except ValueError as exc:
+            raise PoolRefused("unshareable", str(exc)) from exc
+        except GpuError as exc:
+            raise PoolRefused("device_error" if exc.sticky else "unshareable", str(exc)) from exc
+        self._open[pool.handle] = (address, 1)
+        self._counts.mappings += 1
+        size_bytes = pool.allocation_bytes
+        # Some drivers do not tell the range of a mapping; the probe then is the only proof.
+        with contextlib.suppress(GpuError):
+            size_bytes = self._runtime.allocation_of(address)[1]
+        if size_bytes < pool.allocation_bytes:
+            self.release(pool.handle)
+            raise PoolRefused("unshareable", f"the allocation has {size_bytes} bytes, not {pool.allocation_bytes}")
+        return address
+
+    def release(self, handle: bytes) -> None:
+        """One pool less; the last one unmaps."""
+        address, users = self._open.pop(handle)
+        if users > 1:
+            self._open[handle] = (address, users - 1)
+            return
+        self._counts.mappings -= 1
+        # The engine may be gone and the context with it: then there is nothing left to unmap.
+        with contextlib.suppress(GpuError):
+            self._runtime.ipc_close_mem(address)
+
+
+class PoolMemory(NamedTuple):
+    """Where a pool lies on the device. `release` gives the memory back."""
+
+    address: int
+    size_bytes: int
+    release: Callable[[], None]
+
+
+class CudaPool:
+    """A pool on the device: its memory, its plane table, and the engine's event."""
+
+    def __init__(
+        self, runtime: GpuRuntime, counts: Counts, memory: PoolMemory, layout: StageLayout, *, event: int, stream: int
+    ) -> None:
+        self._runtime = runtime
+        self._counts = counts
+        self._memory = memory
+        self._layout = layout
+        self._event = event
+        self._stream = stream
+        self._closed = False
+        table = plane_table(layout, memory.address)
+        self.width = vector_width(table)
+        self._planes = DeviceMemory(runtime, counts, table.nbytes)
+        runtime.memcpy_async(self._planes.address, int(table.ctypes.data), table.nbytes, HOST_TO_DEVICE, stream)
+        runtime.stream_synchronize(stream)
+        counts.pools += 1
+        counts.events += 1 if event else 0
+
+    @property
+    def layout(self) -> StageLayout:
+        """See `DevicePool`."""
+        return self._layout
+
+    @property
+    def address(self) -> int:
+        """Device address of the pool's first byte."""
+        return self._memory.address
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the pool."""
+        return self._memory.size_bytes
+
+    @property
+    def planes(self) -> int:
+        """Device address of the plane table."""
+        return self._planes.address
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """See `DevicePool`."""
+        room = ctypes.create_string_buffer(max(1, length_bytes))
+        with translated():
+            self._runtime.memcpy_async(
+                ctypes.addressof(room), self.address + offset_bytes, length_bytes, DEVICE_TO_HOST, self._stream
+            )
+            self._runtime.stream_synchronize(self._stream)
+        return room.raw[:length_bytes]
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        """Write bytes into the pool and wait for it (self test and faults only)."""
+        room = ctypes.create_string_buffer(data, len(data))
+        with translated():
+            self._runtime.memcpy_async(
+                self.address + offset_bytes, ctypes.addressof(room), len(data), HOST_TO_DEVICE, self._stream
+            )
+            self._runtime.stream_synchronize(self._stream)
+
+    def event_reached(self) -> bool:
+        """See `DevicePool`."""
+        if not self._event:
+            return True
+        with translated():
+            return self._runtime.event_done(self._event)
+
+    def flip_byte(self, offset_bytes: int) -> None:
+        """See `DevicePool`."""
+        self.write(offset_bytes, bytes([self.read(offset_bytes, 1)[0] ^ 0xFF]))
+
+    def close(self) -> None:
+        """See `DevicePool`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._counts.pools -= 1
+        if self._event:
+            self._counts.events -= 1
+            with contextlib.suppress(GpuError):
+                self._runtime.event_destroy(self._event)
+        with contextlib.suppress(GpuError):
+            self._planes.close()
+        self._memory.release()

@@ -1,0 +1,273 @@
+"""What a lane needs of a device: pools to read and write, shuttles to copy to, and slices copied with proof.
+
+A *copier* serves one lane. It has two slots, so that the device work of the next slice can run under the copy of this
+one; a slot is begun, then completed, in turn::
+
+    begin(0, slice 0); begin(1, slice 1); complete(0); begin(0, slice 2); complete(1); ... ; drain()
+
+One thread uses a copier at a time. Whoever calls has called `Device.bind_thread` on that thread before.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from ipc.messages import CudaIpcPool, MemfdPool, Stage
+from shm.layout import StageLayout
+from workers.jobs import ChunkWork
+from workers.rowmap import RowMap
+
+
+class DeviceFailure(Exception):
+    """The device refused or failed. `code` is a wire code; a `sticky` device is of no more use to this process."""
+
+    def __init__(self, code: str, message: str, *, sticky: bool = False) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.sticky = sticky
+
+
+class PoolRefused(Exception):
+    """A pool cannot be used: ``unshareable``, ``probe_failed``, ``bad_layout``, ``foreign_device`` or
+    ``device_error``.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class SourceDiffers(Exception):
+    """What was copied is not what was digested: the engine wrote while it was captured."""
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__(f"chunk {chunk} changed while it was captured")
+        self.chunk = chunk
+
+
+class ChunkDamaged(Exception):
+    """A chunk's bytes do not have the digest that they must have."""
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__(f"chunk {chunk} does not have its digest any more")
+        self.chunk = chunk
+
+
+class LaneKind(Enum):
+    """The two directions; each has its own copier, so that they overlap."""
+
+    CAPTURE = "capture"
+    RESTORE = "restore"
+
+
+class DevicePool(Protocol):
+    """A mapped pool of an engine."""
+
+    @property
+    def layout(self) -> StageLayout:
+        """What lies where in the pool."""
+        ...
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Bytes of the pool, for the probe."""
+        ...
+
+    def event_reached(self) -> bool:
+        """Whether the engine's event is complete (always so where the pool has none). Never waits.
+
+        Raises:
+            DeviceFailure: the event cannot be asked.
+        """
+        ...
+
+    def flip_byte(self, offset_bytes: int) -> None:
+        """Invert one byte in place (for `workers.faulty`)."""
+        ...
+
+    def close(self) -> None:
+        """Give the mapping back. Idempotent; no job may use the pool any more."""
+        ...
+
+
+class SliceWork(NamedTuple):
+    """Consecutive chunks of one job. `state_slot` is the slot of the state chunk, -1 without one."""
+
+    pool: DevicePool
+    rows: RowMap
+    chunks: tuple[ChunkWork, ...]
+    state_slot: int
+
+
+class CopyTimes(NamedTuple):
+    """Seconds spent since the copier was made."""
+
+    digest_s: float
+    copy_s: float
+
+
+class Copier(Protocol):
+    """Copies slices for one lane (see the module's text)."""
+
+    before_copy: Callable[[SliceWork], None] | None
+    """Called between a source's digest and its copy; only `workers.faulty` sets it."""
+
+    @property
+    def times(self) -> CopyTimes:
+        """Totals; a lane takes differences."""
+        ...
+
+    @property
+    def copies_behind(self) -> bool:
+        """Whether a completed capture slice may still be on its way to the shuttles, its source already free."""
+        ...
+
+    def begin_capture(self, slot: int, work: SliceWork) -> None:
+        """Start to digest and stage a slice.
+
+        Raises:
+            DeviceFailure: the device failed.
+        """
+        ...
+
+    def complete_capture(self, slot: int) -> list[bytes]:
+        """Prove and copy out what was begun; the digests in chunk order.
+
+        Raises:
+            SourceDiffers: the source changed.
+            DeviceFailure: the device failed.
+        """
+        ...
+
+    def begin_restore(self, slot: int, work: SliceWork) -> None:
+        """Start to copy a slice into private staging.
+
+        Raises:
+            DeviceFailure: the device failed.
+        """
+        ...
+
+    def verify_restore(self, slot: int) -> None:
+        """Wait for the slice and check every chunk of it. Nothing is written to the pool.
+
+        Raises:
+            ChunkDamaged: a chunk does not have its digest.
+            DeviceFailure: the device failed.
+        """
+        ...
+
+    def scatter_restore(self, slot: int) -> None:
+        """Write the verified slice to its rows.
+
+        Raises:
+            DeviceFailure: the device failed; the slice's rows are undefined.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Wait until nothing of this copier runs any more, and let go of every view.
+
+        Raises:
+            DeviceFailure: the device failed.
+        """
+        ...
+
+
+class Device(Protocol):
+    """One device of a worker. Everything that it allocates it counts in `resources`."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
+
+    @property
+    def digest_algorithm(self) -> str:
+        """How captures are digested here."""
+        ...
+
+    @property
+    def digest_path(self) -> str:
+        """Which implementation runs: ``numpy``, ``nvrtc`` or ``torch``."""
+        ...
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that this process took, 0 on CPUs."""
+        ...
+
+    @property
+    def slice_bytes(self) -> int:
+        """Largest useful slice."""
+        ...
+
+    @property
+    def slice_rows(self) -> int:
+        """Most rows of a slice."""
+        ...
+
+    def bind_thread(self) -> None:
+        """Make the device current on the calling thread."""
+        ...
+
+    def self_test(self) -> None:
+        """Run every kernel on bytes whose answer is known.
+
+        Raises:
+            DeviceFailure: an answer was wrong.
+        """
+        ...
+
+    def open_pool(self, stage: Stage, descriptor: int) -> DevicePool:
+        """Map a pool. `descriptor` is the memfd of a `MemfdPool` (not closed here), else -1.
+
+        Raises:
+            PoolRefused: the pool cannot be used.
+        """
+        ...
+
+    def add_shuttle(self, index: int, memory: memoryview) -> bool:
+        """Take a shuttle into use, page-locking it where the device needs that; whether it is page-locked. Runs on the
+        thread that makes shuttles, in bounded steps.
+
+        Raises:
+            DeviceFailure: it cannot be page-locked.
+        """
+        ...
+
+    def copier(self, lane: LaneKind) -> Copier:
+        """The copier of a lane; called once for each."""
+        ...
+
+    def resources(self) -> dict[str, int]:
+        """Counters that must not grow with the number of jobs."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        ...
+
+
+def check_probe(pool: DevicePool, stage: Stage) -> None:
+    """Compare what the engine read at the probe's offsets with what this process reads there.
+
+    Raises:
+        PoolRefused: a place differs, or the probe itself is malformed.
+    """
+    if len(stage.probe_offsets) % 8 or len(stage.probe_bytes) != len(stage.probe_offsets) * 2:
+        raise PoolRefused(
+            "probe_failed", f"{len(stage.probe_bytes)} probe bytes for {len(stage.probe_offsets)} bytes of offsets"
+        )
+    pool_bytes = pool_length(stage.pool)
+    for number in range(len(stage.probe_offsets) // 8):
+        offset = int.from_bytes(stage.probe_offsets[number * 8 : number * 8 + 8], "little")
+        length = max(0, min(16, pool_bytes - offset))
+        expected = stage.probe_bytes[number * 16 : number * 16 + length]
+        if pool.read(offset, length) != expected:
+            raise PoolRefused("probe_failed", f"the pool's bytes at {offset} are not those that the engine sees")
+
+
+def pool_length(pool: MemfdPool | CudaIpcPool) -> int:
+    """Bytes of a pool."""
+    return pool.pool_bytes

@@ -1,0 +1,28 @@
+"""From a worker's spec to its device."""
+
+from ipc.messages import WorkerSpec
+from workers.cpu_device import CpuDevice
+from workers.device import Device
+from workers.digest import Digester
+from workers.faulty import FaultyDevice
+
+
+def make_device(spec: WorkerSpec, digester: Digester) -> Device:
+    """The device that a spec names, wrapped where the spec asks for faults.
+
+    Raises:
+        DeviceFailure: it cannot be had.
+    """
+    device: Device
+    if spec.device.startswith("cpu:"):
+        device = CpuDevice(digester, slice_bytes=spec.slice_bytes, link_bytes_per_s=spec.link_bytes_per_s)
+    else:
+        from workers.cuda_device import CudaDevice  # noqa: PLC0415 - needs libraries that cpu hosts do not have
+
+        device = CudaDevice.open(
+            spec.device,
+            digester,
+            slice_bytes=spec.slice_bytes,
+            staging_bytes=spec.staging_bytes,
+        )
+    return FaultyDevice(device, spec.faults) if spec.faults else device

@@ -1,0 +1,237 @@
+"""Copy jobs as values: the states of a job, its chunks and how they are cut into slices.
+
+State machine of a job (`TRANSITIONS` is the only copy of it)::
+
+    QUEUED --wait--> WAITING --ready--> QUEUED --start--> RUNNING --finish--> DONE
+       |                |                                    | cancel
+       | cancel         | cancel                             v
+       +-> CANCELLED <--+---------------- stop ---------- STOPPING --finish--> DONE
+
+Every state that is not an end can `fail`. A cancel that comes during the last slice is too late: the job is done.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Final, NamedTuple
+
+from ipc.messages import DIGEST_BYTES
+from shm.extent import ChunkPlace
+from shm.layout import ChunkSpan, StageLayout
+
+
+class JobRefused(Exception):
+    """The job cannot be started as it was sent. `code` is a wire code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class InvalidTransition(Exception):
+    """A bug of this package: an event met a state that has no use for it."""
+
+    def __init__(self, job: int, state: "JobState", event: "JobEvent") -> None:
+        super().__init__(f"job {job}: {event.name} in state {state.name}")
+        self.state = state
+        self.event = event
+
+
+class JobState(Enum):
+    """Where a job stands."""
+
+    QUEUED = "queued"
+    WAITING = "waiting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class JobEvent(Enum):
+    """What may happen to a job."""
+
+    WAIT = "wait"
+    READY = "ready"
+    START = "start"
+    CANCEL = "cancel"
+    STOP = "stop"
+    FINISH = "finish"
+    FAIL = "fail"
+
+
+TRANSITIONS: Final[dict[JobState, dict[JobEvent, JobState]]] = {
+    JobState.QUEUED: {
+        JobEvent.WAIT: JobState.WAITING,
+        JobEvent.START: JobState.RUNNING,
+        JobEvent.CANCEL: JobState.CANCELLED,
+        JobEvent.FAIL: JobState.FAILED,
+    },
+    JobState.WAITING: {
+        JobEvent.READY: JobState.QUEUED,
+        JobEvent.CANCEL: JobState.CANCELLED,
+        JobEvent.FAIL: JobState.FAILED,
+    },
+    JobState.RUNNING: {
+        JobEvent.FINISH: JobState.DONE,
+        JobEvent.CANCEL: JobState.STOPPING,
+        JobEvent.FAIL: JobState.FAILED,
+    },
+    JobState.STOPPING: {
+        JobEvent.STOP: JobState.CANCELLED,
+        JobEvent.FINISH: JobState.DONE,
+        JobEvent.CANCEL: JobState.STOPPING,
+        JobEvent.FAIL: JobState.FAILED,
+    },
+    JobState.DONE: {},
+    JobState.FAILED: {},
+    JobState.CANCELLED: {},
+}
+
+
+class JobRecord:
+    """The state of one job; `apply` is the only way to change it."""
+
+    __slots__ = ("job", "state")
+
+    def __init__(self, job: int) -> None:
+        self.job = job
+        self.state = JobState.QUEUED
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can happen to the job any more."""
+        return not TRANSITIONS[self.state]
+
+    def apply(self, event: JobEvent) -> JobState:
+        """Move on.
+
+        Raises:
+            InvalidTransition: the table has no such move; the state is unchanged.
+        """
+        after = TRANSITIONS[self.state].get(event)
+        if after is None:
+            raise InvalidTransition(self.job, self.state, event)
+        self.state = after
+        return after
+
+
+class ChunkWork(NamedTuple):
+    """One chunk of a job.
+
+    The chunk's bytes always cover `span.row_count` whole rows. Of these, `live_rows` rows of the pool are read or
+    written, and of the last live row only the first `tail_tokens` tokens (0: the whole row). `digest` and `algorithm`
+    are what a restore must find; both are empty in a capture.
+    """
+
+    number: int
+    span: ChunkSpan
+    place: ChunkPlace
+    live_rows: int
+    tail_tokens: int
+    digest: bytes = b""
+    algorithm: str = ""
+
+
+class SliceRange(NamedTuple):
+    """Chunks ``first .. first + chunks`` of a job's list, copied and verified together."""
+
+    first: int
+    chunks: int
+
+
+def capture_chunks(
+    layout: StageLayout, tokens: int, places: Sequence[ChunkPlace], *, with_state: bool
+) -> list[ChunkWork]:
+    """The chunks of a capture in order.
+
+    Raises:
+        JobRefused: the places do not fit the layout, or the last block's tokens cannot be located.
+    """
+    if tokens < 0 or layout.capturable_tokens(tokens) != tokens:
+        raise JobRefused("bad_tokens", f"{tokens} tokens end inside a block whose tokens cannot be located")
+    spans = layout.chunks(tokens, with_state=with_state)
+    _check_places(spans, places)
+    return [
+        ChunkWork(number, span, place, *_live(layout, span, span.token_count))
+        for number, (span, place) in enumerate(zip(spans, places, strict=True))
+    ]
+
+
+def restore_chunks(
+    layout: StageLayout,
+    image_tokens: int,
+    tokens: int,
+    places: Sequence[ChunkPlace],
+    *,
+    digests: bytes,
+    algorithms: Sequence[str],
+    with_state: bool,
+) -> list[ChunkWork]:
+    """The chunks that hold the first `tokens` tokens of an image of `image_tokens`, then its state.
+
+    Raises:
+        JobRefused: places, digests or algorithms do not fit the layout, or the cut lies inside a block whose tokens
+            cannot be located.
+    """
+    if not 0 <= tokens <= image_tokens:
+        raise JobRefused("bad_tokens", f"{tokens} tokens of an image of {image_tokens}")
+    if tokens < image_tokens and layout.capturable_tokens(tokens) != tokens:
+        raise JobRefused("bad_tokens", f"{tokens} tokens end inside a block whose tokens cannot be located")
+    spans = layout.chunks(image_tokens, with_state=with_state)
+    _check_places(spans, places)
+    if len(digests) != len(spans) * DIGEST_BYTES:
+        raise JobRefused("bad_request", f"{len(digests)} digest bytes for {len(spans)} chunks")
+    if len(algorithms) not in (1, len(spans)):
+        raise JobRefused("bad_request", f"{len(algorithms)} algorithms for {len(spans)} chunks")
+    works: list[ChunkWork] = []
+    for number, (span, place) in enumerate(zip(spans, places, strict=True)):
+        wanted = min(span.token_count, tokens - span.first_token)
+        if not span.is_state and wanted <= 0:
+            continue
+        digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        algorithm = algorithms[number] if len(algorithms) > 1 else algorithms[0]
+        works.append(ChunkWork(number, span, place, *_live(layout, span, wanted), digest, algorithm))
+    return works
+
+
+def _check_places(spans: Sequence[ChunkSpan], places: Sequence[ChunkPlace]) -> None:
+    if len(spans) != len(places):
+        raise JobRefused("bad_request", f"{len(places)} places for {len(spans)} chunks")
+    for number, (span, place) in enumerate(zip(spans, places, strict=True)):
+        if place.length_bytes != span.length_bytes:
+            raise JobRefused(
+                "bad_request", f"chunk {number} has {span.length_bytes} bytes, its place {place.length_bytes}"
+            )
+
+
+def _live(layout: StageLayout, span: ChunkSpan, tokens: int) -> tuple[int, int]:
+    """Rows and tail tokens (see `ChunkWork`) of the first `tokens` tokens of a chunk."""
+    if span.is_state:
+        return 1, 0
+    return layout.rows_for(tokens), tokens % layout.tokens_per_row
+
+
+def rows_needed(chunks: Sequence[ChunkWork]) -> int:
+    """How many rows of its row list a job touches."""
+    return max((c.span.first_row + c.live_rows for c in chunks if not c.span.is_state), default=0)
+
+
+def plan_slices(chunks: Sequence[ChunkWork], slice_bytes: int, slice_rows: int) -> list[SliceRange]:
+    """Cut chunks, in order, into slices of at most `slice_bytes` bytes and `slice_rows` rows.
+
+    A chunk is never cut: one that is larger than a slice is a slice of its own.
+    """
+    slices: list[SliceRange] = []
+    first = size = rows = 0
+    for at, chunk in enumerate(chunks):
+        length, count = chunk.span.length_bytes, max(1, chunk.span.row_count)
+        if at > first and (size + length > slice_bytes or rows + count > slice_rows):
+            slices.append(SliceRange(first, at - first))
+            first, size, rows = at, 0, 0
+        size += length
+        rows += count
+    if first < len(chunks):
+        slices.append(SliceRange(first, len(chunks) - first))
+    return slices

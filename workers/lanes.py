@@ -1,0 +1,210 @@
+"""Lanes: one direction of a device each, running one copy job at a time, slice by slice.
+
+A capture slice is digested at its source, copied, and digested again before it counts. A restore slice is copied to
+private staging and verified whole before any byte of it reaches a row. While one slice is copied the next one has
+begun (see `workers.device`), so a job has at most two slices under way.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ipc.messages import CaptureJob, JobDone, JobFailed, RestoreJob
+from shm.extent import unpack_places
+from workers.device import (
+    ChunkDamaged,
+    Copier,
+    Device,
+    DeviceFailure,
+    DevicePool,
+    LaneKind,
+    SliceWork,
+    SourceDiffers,
+)
+from workers.jobs import (
+    ChunkWork,
+    JobRefused,
+    SliceRange,
+    capture_chunks,
+    plan_slices,
+    restore_chunks,
+    rows_needed,
+)
+from workers.rowmap import RowMap
+
+
+class PlannedJob(NamedTuple):
+    """A checked job, ready to run. `moved_bytes` is what it will move."""
+
+    job: int
+    lane: LaneKind
+    pool: DevicePool
+    rows: RowMap
+    chunks: tuple[ChunkWork, ...]
+    slices: tuple[SliceRange, ...]
+    state_slot: int
+    moved_bytes: int
+
+    def slice_work(self, number: int) -> SliceWork:
+        """What the device is told about one slice."""
+        first, count = self.slices[number]
+        return SliceWork(self.pool, self.rows, self.chunks[first : first + count], self.state_slot)
+
+
+class JobHooks(NamedTuple):
+    """How a running job talks to the loop: `stopped` is asked between slices, `source_free` told when a capture has
+    read its last row before it has ended.
+    """
+
+    stopped: Callable[[], bool]
+    source_free: Callable[[], None]
+
+
+class _Stopped(Exception):
+    """The job was cancelled between two slices."""
+
+
+def plan_job(device: Device, pool: DevicePool, message: CaptureJob | RestoreJob) -> PlannedJob:
+    """Check a job against the pool's layout and cut it into slices.
+
+    Raises:
+        JobRefused: the job does not fit the pool.
+    """
+    layout = pool.layout
+    with_state = message.state_slot >= 0
+    if with_state and (layout.state is None or message.state_slot >= layout.state.slots):
+        raise JobRefused("bad_state", f"the stage has no state in slot {message.state_slot}")
+    try:
+        places = unpack_places(message.places)
+    except ValueError as exc:
+        raise JobRefused("bad_request", str(exc)) from exc
+    if isinstance(message, CaptureJob):
+        lane = LaneKind.CAPTURE
+        chunks = capture_chunks(layout, message.tokens, places, with_state=with_state)
+    else:
+        lane = LaneKind.RESTORE
+        chunks = restore_chunks(
+            layout,
+            message.image_tokens,
+            message.tokens,
+            places,
+            digests=message.digests,
+            algorithms=message.algorithms,
+            with_state=with_state,
+        )
+    rows = RowMap.parse(message.rows, layout.rows, rows_needed(chunks))
+    slices = plan_slices(chunks, device.slice_bytes, device.slice_rows)
+    moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
+    return PlannedJob(message.job, lane, pool, rows, tuple(chunks), tuple(slices), message.state_slot, moved_bytes)
+
+
+class Lane:
+    """Runs planned jobs of one direction, one at a time, on whichever thread calls `run`."""
+
+    def __init__(self, kind: LaneKind, copier: Copier) -> None:
+        self.kind = kind
+        self._copier = copier
+
+    def run(self, plan: PlannedJob, hooks: JobHooks) -> JobDone | JobFailed:
+        """Run a job to its end; whatever happens becomes its report. Nothing of the job is kept."""
+        run = _Run(self._copier, plan, hooks)
+        before = self._copier.times
+        try:
+            digests = run.capture() if self.kind is LaneKind.CAPTURE else run.restore()
+        except _Stopped:
+            return run.failed("cancelled", "cancelled between two slices")
+        except JobRefused as exc:
+            return run.failed(exc.code, exc.message)
+        except SourceDiffers as exc:
+            return run.failed("source_changed", str(exc), chunk=exc.chunk)
+        except ChunkDamaged as exc:
+            return run.failed("damaged", str(exc), chunk=exc.chunk)
+        except DeviceFailure as exc:
+            return run.failed(exc.code, exc.message, sticky=exc.sticky)
+        except MemoryError as exc:
+            return run.failed("out_of_memory", f"no host memory for a slice: {exc}")
+        finally:
+            run.let_go()
+        after = self._copier.times
+        return JobDone(
+            plan.job,
+            plan.moved_bytes,
+            after.digest_s - before.digest_s,
+            after.copy_s - before.copy_s,
+            b"".join(digests),
+        )
+
+
+class _Run:
+    """One job on its way. `scattered` counts the slices whose rows may have been written."""
+
+    def __init__(self, copier: Copier, plan: PlannedJob, hooks: JobHooks) -> None:
+        self._copier = copier
+        self._plan = plan
+        self._hooks = hooks
+        self._scattered = 0
+        self._moved_bytes = 0
+
+    def capture(self) -> list[bytes]:
+        """Capture every slice; the digests of all chunks."""
+        plan, copier = self._plan, self._copier
+        digests: list[bytes] = []
+        count = len(plan.slices)
+        for number in range(count):
+            self._between_slices()
+            if number == 0:
+                copier.begin_capture(0, plan.slice_work(0))
+            if number + 1 < count:
+                copier.begin_capture((number + 1) % 2, plan.slice_work(number + 1))
+            digests += copier.complete_capture(number % 2)
+            self._count(number)
+        if copier.copies_behind:
+            self._hooks.source_free()
+        copier.drain()
+        return digests
+
+    def restore(self) -> list[bytes]:
+        """Restore every slice."""
+        plan, copier = self._plan, self._copier
+        count = len(plan.slices)
+        for number in range(count):
+            self._between_slices()
+            if number == 0:
+                copier.begin_restore(0, plan.slice_work(0))
+            if number + 1 < count:
+                copier.begin_restore((number + 1) % 2, plan.slice_work(number + 1))
+            copier.verify_restore(number % 2)
+            # Counted before the first byte is written: a scatter that fails halfway has touched its rows.
+            self._scattered = number + 1
+            copier.scatter_restore(number % 2)
+            self._count(number)
+        copier.drain()
+        return []
+
+    def _between_slices(self) -> None:
+        if self._hooks.stopped():
+            raise _Stopped
+
+    def _count(self, number: int) -> None:
+        first, count = self._plan.slices[number]
+        self._moved_bytes += sum(chunk.span.length_bytes for chunk in self._plan.chunks[first : first + count])
+
+    def failed(self, code: str, message: str, *, chunk: int = -1, sticky: bool = False) -> JobFailed:
+        """The report of a failure, with every row that a restore may have written."""
+        plan = self._plan
+        written = plan.chunks[: sum(count for _, count in plan.slices[: self._scattered])]
+        return JobFailed(
+            plan.job,
+            code,
+            message,
+            chunk=chunk,
+            rows_undefined=plan.rows.packed_prefix(rows_needed(written)),
+            state_undefined=any(work.span.is_state for work in written),
+            sticky=sticky,
+            moved_bytes=self._moved_bytes,
+        )
+
+    def let_go(self) -> None:
+        """Wait for what still runs and drop all views; a device that failed once may fail again here."""
+        with contextlib.suppress(DeviceFailure):
+            self._copier.drain()

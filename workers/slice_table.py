@@ -1,0 +1,112 @@
+"""The tables that tell the GPU kernels about a slice (see `workers.kernel_source`), built with numpy."""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shm.layout import StageLayout
+from workers.device import SliceWork
+from workers.digest import BLOCK_BYTES
+from workers.jobs import ChunkWork
+from workers.kernel_source import TILE_BYTES, WIDTHS
+
+PLANE: Final = np.dtype(
+    [("base", "<u8"), ("stride", "<u8"), ("prefix", "<u8"), ("row_bytes", "<u4"), ("token_bytes", "<u4")]
+)
+CHUNK: Final = np.dtype(
+    [
+        ("staging", "<u8"),
+        ("length", "<u8"),
+        ("first_row", "<u4"),
+        ("row_count", "<u4"),
+        ("live_rows", "<u4"),
+        ("tail_tokens", "<u4"),
+        ("first_plane", "<u4"),
+        ("plane_count", "<u4"),
+        ("first_tile", "<u4"),
+        ("first_block", "<u4"),
+    ]
+)
+# Vectors of 16 bytes are read from staging.
+_ALIGN_BYTES: Final = 16
+# Offsets inside one plane of a chunk are u32 in the kernels.
+MAX_CHUNK_BYTES: Final = 2**32 - 1
+
+
+class StagedChunk(NamedTuple):
+    """Where a chunk of a slice lies in staging and which block sums are its own."""
+
+    work: ChunkWork
+    staging_bytes: int
+    first_block: int
+    block_count: int
+
+
+class SliceTable(NamedTuple):
+    """One slice for the kernels. `rows` and `chunks` go to the device; sizes are in bytes and counts."""
+
+    rows: npt.NDArray[np.uint32]
+    chunks: npt.NDArray[np.void]
+    staged: tuple[StagedChunk, ...]
+    tile_count: int
+    block_count: int
+    staging_bytes: int
+
+
+def plane_table(layout: StageLayout, base: int) -> npt.NDArray[np.void]:
+    """The planes of a pool at device address `base`; the state's plane, where there is one, is the last."""
+    count = len(layout.planes) + (1 if layout.state is not None else 0)
+    table = np.zeros(count, PLANE)
+    prefix = 0
+    for number, plane in enumerate(layout.planes):
+        token_bytes = plane.token_stride_bytes or plane.row_bytes
+        table[number] = (base + plane.offset_bytes, plane.row_stride_bytes, prefix, plane.row_bytes, token_bytes)
+        prefix += plane.row_bytes
+    if layout.state is not None:
+        state = layout.state
+        table[-1] = (base + state.offset_bytes, state.slot_stride_bytes, 0, state.slot_bytes, state.slot_bytes)
+    return table
+
+
+def vector_width(planes: npt.NDArray[np.void]) -> int:
+    """The widest vector that no row of the pool cuts."""
+    every = np.concatenate([planes["base"], planes["stride"], planes["row_bytes"].astype("<u8")])
+    return next(width for width in WIDTHS if not np.any(every % np.uint64(width)))
+
+
+def slice_table(work: SliceWork, layout: StageLayout) -> SliceTable:
+    """The tables of one slice."""
+    chunks = np.zeros(len(work.chunks), CHUNK)
+    staged: list[StagedChunk] = []
+    row_parts: list[npt.NDArray[np.uint32]] = []
+    rows_so_far = tiles = blocks = staging = 0
+    for number, chunk in enumerate(work.chunks):
+        span = chunk.span
+        length = span.length_bytes
+        if span.is_state:
+            part = np.array([work.state_slot], np.uint32)
+            first_plane, plane_count, row_count = len(layout.planes), 1, 1
+        else:
+            part = work.rows.index(span.first_row, span.first_row + chunk.live_rows)
+            first_plane, plane_count, row_count = 0, len(layout.planes), span.row_count
+        chunks[number] = (
+            staging,
+            length,
+            rows_so_far,
+            row_count,
+            chunk.live_rows,
+            chunk.tail_tokens,
+            first_plane,
+            plane_count,
+            tiles,
+            blocks,
+        )
+        block_count = -(-length // BLOCK_BYTES)
+        staged.append(StagedChunk(chunk, staging, blocks, block_count))
+        row_parts.append(part)
+        rows_so_far += len(part)
+        tiles += -(-length // TILE_BYTES)
+        blocks += block_count
+        staging += -(-length // _ALIGN_BYTES) * _ALIGN_BYTES
+    return SliceTable(np.concatenate(row_parts), chunks, tuple(staged), tiles, blocks, staging)
