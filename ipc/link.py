@@ -12,6 +12,7 @@ from typing import Final, Self
 import zmq
 
 from ipc.rundir import check_socket_path
+from ipc.wire import receive_all, send_now
 
 LINGER_MS: Final = 200
 HIGH_WATER_COUNT: Final = 64
@@ -94,12 +95,12 @@ class Link:
         if len(frame) > self._max_message_bytes:
             raise LinkError(f"a frame of {len(frame)} bytes is above the limit of {self._max_message_bytes}")
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
+            send_now(self._socket, frame)
         except zmq.Again:
             if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLOUT):
                 raise LinkError(f"the frame was not taken within {timeout_s} s") from None
             try:
-                self._socket.send(frame, zmq.NOBLOCK)
+                send_now(self._socket, frame)
             except zmq.ZMQError as exc:
                 raise LinkError(f"the frame was not taken: {exc}") from exc
         except zmq.ZMQError as exc:
@@ -111,10 +112,10 @@ class Link:
         Raises:
             LinkError: the message has more than one frame, or the link is closed.
         """
-        frame = self._recv_now()
-        if frame is None and timeout_s > 0 and self._poll_in(timeout_s):
-            frame = self._recv_now()
-        return frame
+        frames = self.recv_all(1)
+        if not frames and timeout_s > 0 and self._poll_in(timeout_s):
+            frames = self.recv_all(1)
+        return frames[0] if frames else None
 
     def recv_all(self, limit: int) -> list[bytes]:
         """Up to `limit` frames that are there now.
@@ -122,13 +123,14 @@ class Link:
         Raises:
             LinkError: as in `recv`.
         """
-        found: list[bytes] = []
-        while len(found) < limit:
-            frame = self._recv_now()
-            if frame is None:
-                break
-            found.append(frame)
-        return found
+        try:
+            messages = receive_all(self._socket, limit)
+        except zmq.ZMQError as exc:
+            raise LinkError(f"the link is not usable: {exc}") from exc
+        for frames in messages:
+            if len(frames) != 1:
+                raise LinkError(f"a message of {len(frames)} frames, expected 1")
+        return [frames[0] for frames in messages]
 
     def close(self) -> None:
         """Close the socket; frames handed over still leave within the linger."""
@@ -147,17 +149,6 @@ class Link:
 
     def _poll_in(self, timeout_s: float) -> bool:
         return bool(self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN))
-
-    def _recv_now(self) -> bytes | None:
-        try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        except zmq.ZMQError as exc:
-            raise LinkError(f"the link is not usable: {exc}") from exc
-        if len(frames) != 1:
-            raise LinkError(f"a message of {len(frames)} frames, expected 1")
-        return frames[0]
 
 
 def _milliseconds(timeout_s: float) -> int:

@@ -62,7 +62,7 @@ class Stage(msgspec.Struct, frozen=True):
     probe_bytes: bytes = b""
 
 
-class StageOutcome(msgspec.Struct, frozen=True):
+class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one stage of an operation ended.
 
     `state` is ``done``, ``failed`` or ``untouched`` (its job never started). `rows_undefined` are packed rows whose

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Self
 import zmq
 
 from ipc.rundir import SOCKET_MODE, check_socket_path, prepare_directory
+from ipc.wire import receive_all, send_to_now
 
 FLUSH_S: Final = 0.005
 # Long enough for a last reply to leave, short enough for a stop; without a bound a dead peer would hang the end.
@@ -130,7 +131,7 @@ class RouterServer:
     @property
     def pending_count(self) -> int:
         """Frames that wait in the queues."""
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, self._queues.values())) if self._queues else 0
 
     @property
     def pending_bytes(self) -> int:
@@ -140,11 +141,7 @@ class RouterServer:
     def recv_all(self, limit: int) -> list[Incoming]:
         """Up to `limit` messages that are there now."""
         found: list[Incoming] = []
-        while len(found) < limit:
-            try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        for peer, *frames in receive_all(self._socket, limit):
             found.append(Incoming(peer, frames[0] if len(frames) == 1 else b"", len(frames)))
         return found
 
@@ -215,7 +212,7 @@ class RouterServer:
     def _try_send(self, peer: bytes, frame: bytes) -> Sent:
         """SENT, QUEUED (the pipe is full: it should be queued) or UNREACHABLE."""
         try:
-            self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
+            send_to_now(self._socket, peer, frame)
         except zmq.Again:
             return Sent.QUEUED
         except zmq.ZMQError as exc:

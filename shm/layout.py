@@ -13,6 +13,7 @@ says that the plane cannot tell where its tokens lie: such a stage is captured t
 A block-major cache whose heads lie apart inside a block is described by one plane a head.
 """
 
+import functools
 from typing import NamedTuple
 
 import msgspec
@@ -74,29 +75,29 @@ class ChunkSpan(NamedTuple):
     length_bytes: int
 
 
-class StageLayout(msgspec.Struct, frozen=True, array_like=True):
+class StageLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """All planes of one stage. Every plane is addressed by the same rows, so `tokens_per_row` is one for the stage."""
 
     planes: tuple[Plane, ...]
     state: StatePlane | None
     chunk_tokens: int
 
-    @property
+    @functools.cached_property
     def tokens_per_row(self) -> int:
         """Tokens of one row (1 for slot caches, the block size for paged caches)."""
         return self.planes[0].tokens_per_row
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes of one row over all planes."""
         return sum(plane.row_bytes for plane in self.planes)
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows that an operation may name: those that every plane has."""
         return min(plane.rows for plane in self.planes)
 
-    @property
+    @functools.cached_property
     def end_bytes(self) -> int:
         """First byte after everything the layout names; the pool must be at least this long."""
         ends = [plane.end_bytes for plane in self.planes]
@@ -104,9 +105,14 @@ class StageLayout(msgspec.Struct, frozen=True, array_like=True):
             ends.append(self.state.end_bytes)
         return max(ends)
 
+    @functools.cached_property
+    def locates_tokens(self) -> bool:
+        """Whether every plane says where a token's bytes lie inside a row."""
+        return all(plane.locates_tokens for plane in self.planes)
+
     def capturable_tokens(self, tokens: int) -> int:
         """How many of the first `tokens` tokens can be captured: all, or those in full blocks."""
-        if all(plane.locates_tokens for plane in self.planes):
+        if self.locates_tokens:
             return tokens
         return tokens // self.tokens_per_row * self.tokens_per_row
 

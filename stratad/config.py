@@ -80,7 +80,7 @@ class CpuDeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What peers may ask for."""
 
-    max_message_bytes: Annotated[int, Meta(ge=64 * KIB, le=GIB)] = 64 * MIB
+    max_message_bytes: Annotated[int, Meta(ge=64 * KIB, le=GIB)] = 16 * MIB
     max_clients: Annotated[int, Meta(ge=1, le=65536)] = 256
     max_ops: Annotated[int, Meta(ge=1, le=10**6)] = 1024
 

@@ -130,7 +130,7 @@ class Processes:
     started: int = 0
     next_start_s: float = 0.0
     waiting: list[WorkerSpec] = field(default_factory=list)
-    ended: list[tuple[int, int]] = field(default_factory=list)
+    dying: int = 0  # workers whose end is proven and whose exit status is still awaited
 
     def spawn(self, spec: WorkerSpec, now_s: float) -> None:
         """Order a worker; without a template the order waits for the next one."""
@@ -165,8 +165,7 @@ class Processes:
                     if pidfd < 0:
                         continue
                     old = self.workers.pop(news.worker, None)
-                    if old is not None:
-                        os.close(old.pidfd)
+                    assert old is None, "a worker is started again only after its end was told"
                     proc = WorkerProc(news.worker, news.generation, news.pid, pidfd)
                     self.workers[news.worker] = proc
                     forked.append(proc)
@@ -205,22 +204,20 @@ class Processes:
                     proc.status = os.waitstatus_to_exitcode(wait_status)
 
     def gone(self, now_s: float) -> list[tuple[WorkerProc, str]]:
-        """Workers proven gone, each with the reason. A short wait lets the exit status arrive."""
+        """Workers proven gone, each with the reason; the caller closes their pidfds. A short wait lets the exit status
+        arrive.
+        """
         found: list[tuple[WorkerProc, str]] = []
         for proc in list(self.workers.values()):
             if proc.gone_s is None and _readable(proc.pidfd):
                 proc.gone_s = now_s
+                self.dying += 1
             if proc.gone_s is None or (proc.status is None and now_s - proc.gone_s < STATUS_WAIT_S):
                 continue
             del self.workers[proc.worker]
-            os.close(proc.pidfd)
+            self.dying -= 1
             found.append((proc, describe_status(proc.status) if proc.status is not None else "ended"))
         return found
-
-    @property
-    def dying(self) -> bool:
-        """Whether a worker's end is proven but its exit status still awaited."""
-        return any(proc.gone_s is not None for proc in self.workers.values())
 
     def kill(self, worker: str, generation: int) -> None:
         """SIGKILL exactly this generation of a worker."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import select
 import signal
 import socket
 import time
@@ -113,7 +114,9 @@ class Supervisor:
         self._unclaimed: dict[int, Lifeline] = {}
         self._next_client = 1
         self._poller = zmq.Poller()
-        self._handlers: dict[object, Callable[[], None]] = {}
+        self._epoll = select.epoll()  # all plain descriptors, so that the poller has three entries and not one for each
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._now = Instant(0.0, 0.0)
         self._signals: socket.socket | None = None
         self._wakeup: socket.socket | None = None
 
@@ -122,20 +125,27 @@ class Supervisor:
     def run(self) -> None:
         """Serve until a signal asks to stop and every worker has ended."""
         self._catch_signals()
-        self._watch(self._clients.socket, self._on_clients)
-        self._watch(self._workers.socket, self._on_workers)
+        self._poller.register(self._clients.socket, zmq.POLLIN)
+        self._poller.register(self._workers.socket, zmq.POLLIN)
+        self._poller.register(self._epoll.fileno(), zmq.POLLIN)
         self._watch(self._listener.fileno(), self._on_connect)
-        self._perform(self._core.tick(self._now()))
+        self._perform(self._core.tick(self._tell_time()))
         while not (self._core.stopped and not self._processes.workers):
             self._turn()
         self._perform(self._core.unlink_all())
 
     def _turn(self) -> None:
-        for key, _ in self._poller.poll(self._wait_ms()):
-            handler = self._handlers.get(key)
-            if handler is not None:  # an earlier handler of this turn may have closed it
-                handler()
-        now = self._now()
+        ready = [key for key, _ in self._poller.poll(self._wait_ms())]
+        now = self._tell_time()
+        if self._workers.socket in ready:  # before the descriptors: what a dead worker still said counts
+            self._on_workers()
+        if self._clients.socket in ready:
+            self._on_clients()
+        if self._epoll.fileno() in ready:
+            for descriptor, _ in self._epoll.poll(0):
+                handler = self._handlers.get(descriptor)
+                if handler is not None:  # an earlier handler of this turn may have closed it
+                    handler()
         self._on_processes(now)
         if self._core.due_s <= now.now_s:
             self._perform(self._core.tick(now))
@@ -158,17 +168,18 @@ class Supervisor:
             wait_s = min(wait_s, FLUSH_S)
         return max(int(wait_s * 1000) + 1, 0) if wait_s > 0 else 0
 
-    @staticmethod
-    def _now() -> Instant:
-        return Instant(time.monotonic(), time.time())
+    def _tell_time(self) -> Instant:
+        """Read the clocks; the whole turn happens at this instant."""
+        self._now = Instant(time.monotonic(), time.time())
+        return self._now
 
-    def _watch(self, key: zmq.Socket[bytes] | int, handler: Callable[[], None]) -> None:
-        self._handlers[key] = handler
-        self._poller.register(key, zmq.POLLIN)
+    def _watch(self, descriptor: int, handler: Callable[[], None]) -> None:
+        self._handlers[descriptor] = handler
+        self._epoll.register(descriptor, select.EPOLLIN)
 
-    def _unwatch(self, key: zmq.Socket[bytes] | int) -> None:
-        if self._handlers.pop(key, None) is not None:
-            self._poller.unregister(key)
+    def _unwatch(self, descriptor: int) -> None:
+        if self._handlers.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
 
     # --- signals ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +204,7 @@ class Supervisor:
                 return
             log.info("stopping", extra=fields(within_s=self._stop_s))
             self._stop_deadline_s = time.monotonic() + self._stop_s
-            self._perform(self._core.stop(self._now()))
+            self._perform(self._core.stop(self._now))
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -215,7 +226,7 @@ class Supervisor:
                 ticks = start_ticks(proc.pid)
             except ProcessLookupError:
                 ticks = 0
-            self._perform(self._core.worker_forked(proc.worker, proc.generation, proc.pid, ticks, self._now()))
+            self._perform(self._core.worker_forked(proc.worker, proc.generation, proc.pid, ticks, self._now))
             lifeline = self._unclaimed.pop(proc.pid, None)
             if lifeline is not None:
                 self._adopt_worker_lifeline(proc.worker, lifeline)
@@ -244,13 +255,13 @@ class Supervisor:
             for proc in self._processes.take_news():
                 self._watch(proc.pidfd, self._on_worker_gone)
         self._processes.reap_orphans()
-        pidfds = {proc.worker: proc.pidfd for proc in self._processes.workers.values()}
         gone = self._processes.gone(time.monotonic())
         for proc in self._processes.workers.values():
             if proc.gone_s is not None:
                 self._unwatch(proc.pidfd)  # readable for good: the loop only waits for the exit status now
         for proc, reason in gone:
-            self._unwatch(pidfds[proc.worker])
+            self._unwatch(proc.pidfd)
+            os.close(proc.pidfd)
             self._worker_ended(proc.worker, proc.generation, reason)
 
     def _worker_ended(self, worker: str, generation: int, reason: str) -> None:
@@ -261,7 +272,7 @@ class Supervisor:
             self._workers.forget(link.identity)
             if link.lifeline is not None:
                 self._close_lifeline(link.lifeline)
-        self._perform(self._core.worker_gone(worker, generation, reason, self._now()))
+        self._perform(self._core.worker_gone(worker, generation, reason, self._now))
 
     # --- lifelines ----------------------------------------------------------------------------------------------------
 
@@ -303,7 +314,7 @@ class Supervisor:
         self._by_token[lifeline.token] = link
         self._watch(lifeline.fileno(), lambda: self._on_client_lifeline(link))
         peer = lifeline.peer
-        self._perform(self._core.client_connected(client, peer.pid, peer.uid, peer.start_ticks, self._now()))
+        self._perform(self._core.client_connected(client, peer.pid, peer.uid, peer.start_ticks, self._now))
 
     def _on_client_lifeline(self, link: ClientLink) -> None:
         if link.lifeline.drain() is Life.ENDED:
@@ -316,7 +327,7 @@ class Supervisor:
         self._by_identity.pop(link.identity, None)
         self._clients.forget(link.identity)
         self._close_lifeline(link.lifeline)
-        self._perform(self._core.client_gone(link.client, self._now()))
+        self._perform(self._core.client_gone(link.client, self._now))
         for descriptor in link.descriptors.values():
             os.close(descriptor)
         link.descriptors.clear()
@@ -337,8 +348,14 @@ class Supervisor:
                 continue
             if link is None:
                 link = self._greet(incoming.peer, request)
-            if link is not None:
-                self._perform(self._core.request(link.client, request, self._now()))
+            if link is None:
+                continue
+            try:
+                effects = self._core.request(link.client, request, self._now)
+            except Exception:  # noqa: BLE001 - a bug of ours must cost one request, not the daemon and every image in it
+                self._bug("request", type(request).__name__)
+                effects = [ReplyTo(link.client, Failed(request.seq, "internal", "a bug of the daemon, see its log"))]
+            self._perform(effects)
 
     def _greet(self, peer: bytes, request: Request) -> ClientLink | None:
         """Tie a ZeroMQ identity to the lifeline whose token it knows."""
@@ -388,7 +405,16 @@ class Supervisor:
                 if not link.greeted:
                     log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
             elif link.greeted:
-                self._perform(self._core.report(worker, link.generation, report, self._now()))
+                try:
+                    effects = self._core.report(worker, link.generation, report, self._now)
+                except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good
+                    self._bug("report", type(report).__name__)
+                    effects = [KillWorker(worker, link.generation, "a report could not be handled")]
+                self._perform(effects)
+
+    def _bug(self, what: str, name: str) -> None:
+        self._core.state.count("internal_errors")
+        log.exception("%s could not be handled", what, extra=fields(message_type=name))
 
     # --- effects ------------------------------------------------------------------------------------------------------
 
@@ -516,6 +542,7 @@ class Supervisor:
         self._listener.close()
         self._clients.close()
         self._workers.close()
+        self._epoll.close()
         signal.set_wakeup_fd(-1)
         for end in (self._signals, self._wakeup):
             if end is not None:

@@ -172,25 +172,25 @@ class Worker:
 
     def run(self, wakeup_fd: int, stop_wanted: threading.Event) -> int:
         """Serve until told to stop; the exit status. `wakeup_fd` becomes readable on a signal."""
+        lifeline_fd, mailbox_fd, socket = self._lifeline.fileno(), self._mailbox.fileno(), self._link.socket
         poller = zmq.Poller()
-        poller.register(self._link.socket, zmq.POLLIN)
-        for descriptor in (self._lifeline.fileno(), self._mailbox.fileno(), wakeup_fd):
-            poller.register(descriptor, zmq.POLLIN)
+        for source in (socket, lifeline_fd, mailbox_fd, wakeup_fd):
+            poller.register(source, zmq.POLLIN)
         try:
             while not (self._stopping and not self._jobs):
-                ready = dict(poller.poll(self._timeout_ms()))
-                if self._lifeline.fileno() in ready and self._lifeline.drain() is Life.ENDED:
+                ready = [source for source, _ in poller.poll(self._timeout_ms())]
+                if lifeline_fd in ready and self._lifeline.drain() is Life.ENDED:
                     _log.error("the supervisor is gone")
                     return exit_codes.SUPERVISOR_LOST
                 if wakeup_fd in ready:
                     os.read(wakeup_fd, 4096)
                 if stop_wanted.is_set():
                     self.request_stop()
-                if self._mailbox.fileno() in ready:
+                if mailbox_fd in ready:
                     self._read_mailbox()
                 if self._waiting:
                     self._ask_events(time.monotonic())
-                if self._link.socket in ready:
+                if socket in ready:
                     for frame in self._link.recv_all(_FRAMES_A_TURN):
                         self._handle(decode(frame, Command))
             return exit_codes.STOPPED

@@ -61,6 +61,9 @@ def run_worker(spec: WorkerSpec, born_s: float) -> int:
     sys.setswitchinterval(_SWITCH_S)
     set_process_name(f"strata-{spec.worker}")
     pin_cpus(spec.cpus)
+    # A batch process does not preempt when it wakes up: the supervisor gets all jobs of an operation out before one
+    # of its workers takes its CPU (four stages of 64 KiB on two cores: 1.21 ms without it, 1.00 ms with it).
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     stop_wanted = threading.Event()
     wakeup_fd = _listen_to_signals(stop_wanted)
     try:

@@ -11,18 +11,20 @@ def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
     """Keep one shuttle in the making as long as there is reason: first those the worker had before (of waiting
     operations first), then new ones while less than half a shuttle is free, or all of them with `prefault`.
     """
-    if not worker.can_serve or worker.making is not None:
+    if worker.making is not None or not worker.can_serve:
         return
     settings = state.settings
-    lost = [index for index in worker.sizes if index not in worker.mapped]
-    if lost:
+    if len(worker.mapped) < len(worker.sizes):
+        lost = [index for index in worker.sizes if index not in worker.mapped]
         index = min(lost, key=lambda i: (needed is None or i not in needed, i))
         _make(state, worker, index, worker.sizes[index], adopt=True)
         return
-    if not worker.can_grow(settings):
-        return
-    free_bytes = worker.arena.free_granules * GRANULE_BYTES
-    if settings.prefault or free_bytes < settings.shuttle_bytes // 2 or needed is not None:
+    wanted = (
+        needed is not None
+        or settings.prefault
+        or worker.arena.free_granules * GRANULE_BYTES < settings.shuttle_bytes // 2
+    )
+    if wanted and worker.can_grow(settings):
         _make(state, worker, len(worker.sizes), settings.shuttle_bytes, adopt=False)
 
 

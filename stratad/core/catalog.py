@@ -88,15 +88,21 @@ class Image:
             yield from stage
 
 
-@dataclass(slots=True, eq=False)
-class Staged:
-    """Extents of a capture that is not published. `spans[s]` and `places[s]` go together."""
+class Draft(NamedTuple):
+    """What a capture is to become: an image of `conversation` with these chunks, `spans[s]` on stage s."""
 
     scope: Scope
     conversation: str
     tokens: bytes
     state_position: int
     spans: tuple[tuple[ChunkSpan, ...], ...]
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """A draft with extents for every chunk, `places[s]` on stage s. Nobody sees it before it is published."""
+
+    draft: Draft
     places: tuple[tuple[ChunkPlace, ...], ...]
     open: bool = True
 
@@ -145,26 +151,17 @@ class Catalog:
             for extent in place.extents
         )
 
-    def shortfall(self, scope: Scope, spans: Sequence[Sequence[ChunkSpan]]) -> dict[str, int]:
-        """Granules that each worker's arena lacks for the chunks as it is now, without evicting; empty: none."""
-        need = _need(scope, spans)
+    def shortfall(self, need: Mapping[str, int]) -> dict[str, int]:
+        """Granules that each worker's arena lacks of `need` as it is now, without evicting; empty: none."""
         return {w: n - self.arenas[w].free_granules for w, n in need.items() if n > self.arenas[w].free_granules}
 
-    def stage(
-        self,
-        scope: Scope,
-        conversation: str,
-        tokens: bytes,
-        state_position: int,
-        spans: Sequence[Sequence[ChunkSpan]],
-    ) -> Staged:
+    def stage(self, draft: Draft, need: Mapping[str, int]) -> Staged:
         """Reserve extents for every chunk, evicting where the budget or an arena asks for it. All or nothing: on a
-        refusal nothing was evicted.
+        refusal nothing was evicted. `need` is what `needed_granules` says of it.
 
         Raises:
             Refusal: ``no_space`` (what is left is pinned or in use) or ``too_large`` (it could never fit).
         """
-        need = _need(scope, spans)
         total_bytes = sum(need.values()) * GRANULE_BYTES
         for worker, granules in need.items():
             if granules > self.arenas[worker].total_granules:
@@ -175,11 +172,12 @@ class Catalog:
                 )
         if total_bytes > self.budget_bytes:
             raise Refusal("too_large", f"the image needs {total_bytes} bytes, the budget is {self.budget_bytes}")
-        for image in self._victims(need, total_bytes, self.find(scope.namespace, scope.fingerprint, conversation)):
+        superseded = self.find(draft.scope.namespace, draft.scope.fingerprint, draft.conversation)
+        for image in self._victims(need, total_bytes, keep=superseded):
             self.evictions += 1
             self.drop(image)
         places: list[tuple[ChunkPlace, ...]] = []
-        for worker, stage_spans in zip(scope.workers, spans, strict=True):
+        for worker, stage_spans in zip(draft.scope.workers, draft.spans, strict=True):
             arena = self.arenas[worker]
             stage_places: list[ChunkPlace] = []
             for span in stage_spans:
@@ -187,7 +185,7 @@ class Catalog:
                 assert extents is not None, "the victims were counted to make room"
                 stage_places.append(ChunkPlace(span.length_bytes, extents))
             places.append(tuple(stage_places))
-        staged = Staged(scope, conversation, tokens, state_position, tuple(map(tuple, spans)), tuple(places))
+        staged = Staged(draft, tuple(places))
         self._staged[id(staged)] = staged
         return staged
 
@@ -240,12 +238,13 @@ class Catalog:
         """
         assert staged.open, "published or discarded before"
         self._close(staged)
-        scope = staged.scope
+        draft = staged.draft
+        scope = draft.scope
         new_bytes = 0
         stages: list[tuple[Chunk, ...]] = []
         for stage, (worker, answer) in enumerate(zip(scope.workers, answers, strict=True)):
             chunks: list[Chunk] = []
-            for span, place, digest in zip(staged.spans[stage], staged.places[stage], answer.digests, strict=True):
+            for span, place, digest in zip(draft.spans[stage], staged.places[stage], answer.digests, strict=True):
                 key = ChunkKey(
                     scope.namespace,
                     scope.fingerprint,
@@ -270,21 +269,21 @@ class Catalog:
         image = Image(
             self._next_image_id,
             scope,
-            staged.conversation,
-            staged.tokens,
-            staged.state_position,
+            draft.conversation,
+            draft.tokens,
+            draft.state_position,
             tuple(stages),
             created_unix_s=now_unix_s,
             used_unix_s=now_unix_s,
         )
         self._next_image_id += 1
-        previous = self.find(scope.namespace, scope.fingerprint, staged.conversation)
+        previous = self.find(scope.namespace, scope.fingerprint, draft.conversation)
         if previous is not None:
             image.pinned = previous.pinned
             self.drop(previous)
         self.images[image.image_id] = image
         self._recency[image.image_id] = None
-        self._by_name.setdefault((scope.namespace, staged.conversation), OrderedDict())[scope.fingerprint] = image
+        self._by_name.setdefault((scope.namespace, draft.conversation), OrderedDict())[scope.fingerprint] = image
         self._prefixes.add(scope, image.tokens, image.image_id)
         return image, new_bytes, previous
 
@@ -292,7 +291,7 @@ class Catalog:
         """Give a staged image's extents back. The caller vouches that no worker may still write them."""
         assert staged.open, "published or discarded before"
         self._close(staged)
-        for worker, places in zip(staged.scope.workers, staged.places, strict=True):
+        for worker, places in zip(staged.draft.scope.workers, staged.places, strict=True):
             for place in places:
                 self.arenas[worker].free(place.extents)
 
@@ -418,7 +417,7 @@ class Catalog:
         for chunk in {*references, *self._loose}:
             live[chunk.key.worker].extend(chunk.place.extents)
         for staged in self._staged.values():
-            for worker, places in zip(staged.scope.workers, staged.places, strict=True):
+            for worker, places in zip(staged.draft.scope.workers, staged.places, strict=True):
                 live[worker].extend(extent for place in places for extent in place.extents)
         for worker, arena in self.arenas.items():
             arena.validate(live[worker])
@@ -428,10 +427,10 @@ class Catalog:
         assert self.used_bytes <= self.budget_bytes
 
 
-def _need(scope: Scope, spans: Sequence[Sequence[ChunkSpan]]) -> dict[str, int]:
+def needed_granules(draft: Draft) -> dict[str, int]:
     """Granules that the chunks take, by worker."""
     need: dict[str, int] = {}
-    for worker, stage_spans in zip(scope.workers, spans, strict=True):
+    for worker, stage_spans in zip(draft.scope.workers, draft.spans, strict=True):
         granules = sum(granules_for(span.length_bytes) for span in stage_spans)
         need[worker] = need.get(worker, 0) + granules
     return need

@@ -83,7 +83,7 @@ class Core:
                 due.append(worker.born_s + state.settings.boot_s)
             elif worker.state is WorkerState.READY:
                 due.extend(op.stages[stage].deadline_s for op, stage in worker.jobs.values())
-        due.extend(op.deadline_s for op in state.ops.values() if op.state is OpState.WAITING)
+        due.extend(op.deadline_s for op in state.waiting.values())
         due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
         return min(due, default=math.inf)
 
@@ -182,8 +182,9 @@ class Core:
                 return self._end()
             case PoolClosed() | WorkerHello():
                 return self._end()
-        registration.remove_idle(state)
-        if state.ops:
+        if state.closing:
+            registration.remove_idle(state)
+        if state.waiting:
             queue.pump(state)
         return self._end()
 
@@ -210,7 +211,7 @@ class Core:
         """Shuttles of this worker that waiting restores read: they are attached first."""
         needed = {
             extent.shuttle
-            for op in self.state.waiting_ops()
+            for op in self.state.waiting.values()
             if op.image is not None
             for run in op.stages
             if run.worker == worker.name
@@ -276,7 +277,7 @@ class Core:
         state = self._begin(at)
         if not state.stopping:
             state.stopping = True
-            for op in state.waiting_ops():
+            for op in list(state.waiting.values()):
                 jobs.fail(state, op, "stopping", "the daemon is stopping")
             for worker in state.workers.values():
                 if worker.state in (WorkerState.READY, WorkerState.STARTING):
@@ -333,6 +334,8 @@ class Core:
         state = self.state
         state.catalog.validate()
         assert state.due_s <= self._exact_due_s(), "something falls due that no tick was asked for"
+        assert list(state.waiting) == [op.op_id for op in state.ops.values() if op.state is OpState.WAITING]
+        assert state.closing == {engine.engine_id for engine in state.engines.values() if engine.closing}
         in_jobs = {(op.op_id, stage) for worker in state.workers.values() for op, stage in worker.jobs.values()}
         in_ops = {(op.op_id, run.stage) for op in state.ops.values() for run in op.stages if run.state in RUNNING}
         assert in_jobs == in_ops, f"jobs out of step: {in_jobs ^ in_ops}"

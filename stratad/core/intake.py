@@ -88,16 +88,11 @@ def _state_slot(layout: StageLayout, slot: int, stage: int) -> int:
     return slot
 
 
-def has_state(engine: Engine) -> bool:
-    """Whether any stage carries per-slot state."""
-    return any(stage.stage.layout.state is not None for stage in engine.stages)
-
-
 def _stage_runs(
     engine: Engine, runs_by_stage: list[RowRuns], tokens: int, image_tokens: int, *, with_state: bool, slot: int
 ) -> tuple[StageRun, ...]:
     """One `StageRun` a stage: rows cut to `tokens`, chunks of all `image_tokens`."""
-    spans_of: dict[StageLayout, tuple[ChunkSpan, ...]] = {}
+    spans_of: dict[int, tuple[ChunkSpan, ...]] = {}  # by identity: to hash a layout is to hash all its planes
     packed_of: dict[tuple[RowRuns, int], tuple[RowRuns, bytes]] = {}
     stages: list[StageRun] = []
     for number, (engine_stage, runs) in enumerate(zip(engine.stages, runs_by_stage, strict=True)):
@@ -107,9 +102,9 @@ def _stage_runs(
         if cut is None:
             kept = first_rows(runs, rows)
             cut = packed_of[runs, rows] = (kept, pack_rows(kept))
-        spans = spans_of.get(layout)
+        spans = spans_of.get(id(layout))
         if spans is None:
-            spans = spans_of[layout] = tuple(layout.chunks(image_tokens, with_state=with_state))
+            spans = spans_of[id(layout)] = tuple(layout.chunks(image_tokens, with_state=with_state))
         state_slot = _state_slot(layout, slot, number) if with_state else -1
         stages.append(StageRun(number, engine_stage.worker, cut[1], cut[0], spans, state_slot))
     return tuple(stages)
@@ -134,7 +129,7 @@ def capture_operation(state: State, client: ClientRecord, request: Capture) -> O
     tokens = min(stage.stage.layout.capturable_tokens(asked) for stage in engine.stages)
     if tokens == 0:
         raise Refusal("bad_tokens", f"{asked} tokens fill no block, and the planes do not say where tokens lie")
-    with_state = has_state(engine)
+    with_state = engine.has_state
     if with_state and (request.state_position != asked or tokens != asked):
         raise Refusal(
             "bad_state",
@@ -217,7 +212,7 @@ def restore_operation(state: State, client: ClientRecord, request: Restore) -> O
         raise Refusal(
             "bad_tokens", f"tokens must be 1 to {image_tokens} (the image's) or -1 (all), got {request.tokens}"
         )
-    with_state = has_state(engine)
+    with_state = engine.has_state
     if with_state and tokens != image.state_position:
         raise Refusal("bad_state", f"the image's state is at token {image.state_position}, asked for {tokens} tokens")
     if request.take and image.pinned:

@@ -25,6 +25,7 @@ def start(state: State, op: Operation) -> None:
     """Begin to copy: all stages at once, or the first one where stages copy one after another."""
     op.advance("start")
     op.waits_for = ""
+    del state.waiting[op.op_id]
     for run in op.stages if state.settings.parallel else op.stages[:1]:
         _send(state, op, run)
 
@@ -294,6 +295,7 @@ def fail(state: State, op: Operation, code: str, message: str, *, stage: int = -
     assert not any(run.state in RUNNING for run in op.stages)
     _skip_pending(op)
     op.advance("fail")
+    state.waiting.pop(op.op_id, None)
     if op.staged is not None:
         state.catalog.discard(op.staged)
         op.staged = None

@@ -2,6 +2,7 @@
 
 from ipc.messages import Progress
 from stratad.core import arenas, jobs
+from stratad.core.catalog import Draft, needed_granules
 from stratad.core.failures import Refusal
 from stratad.core.intake import raise_fences
 from stratad.core.ops import Operation, OpKind, OpState
@@ -21,7 +22,7 @@ def submit(state: State, op: Operation) -> None:
     engine = state.engines[op.engine_id]
     _refuse_dead(state, op, engine)
     raise_fences(state, op)
-    state.ops[op.op_id] = op
+    state.ops[op.op_id] = state.waiting[op.op_id] = op
     state.wake_by(op.deadline_s)
     engine.ops += 1
     client = state.clients[op.client]
@@ -30,7 +31,7 @@ def submit(state: State, op: Operation) -> None:
         op.chunks = state.catalog.read(op.image)
         if op.kind is OpKind.TAKE:
             op.image.taken += 1
-    try_start(state, op)
+    _start_if_possible(state, op, engine)
     if op.state is OpState.WAITING and not op.told_accepted:
         op.told_accepted = True
         state.reply(op.client, Progress(op.seq, "accepted"))
@@ -54,6 +55,14 @@ def try_start(state: State, op: Operation) -> None:
     engine = state.engines[op.engine_id]
     try:
         _refuse_dead(state, op, engine)
+    except Refusal as refusal:
+        jobs.fail(state, op, refusal.code, refusal.message, stage=refusal.stage)
+        return
+    _start_if_possible(state, op, engine)
+
+
+def _start_if_possible(state: State, op: Operation, engine: Engine) -> None:
+    try:
         op.waits_for = _obstacle(state, op, engine)
     except Refusal as refusal:
         jobs.fail(state, op, refusal.code, refusal.message, stage=refusal.stage)
@@ -91,19 +100,20 @@ def _space(state: State, op: Operation) -> str:
     Raises:
         Refusal: ``no_space``, ``too_large``.
     """
-    spans = [run.spans for run in op.stages]
-    for name in state.catalog.shortfall(op.scope, spans):
+    draft = Draft(op.scope, op.conversation, op.tokens, op.state_position, tuple(run.spans for run in op.stages))
+    need = needed_granules(draft)
+    for name in state.catalog.shortfall(need):
         worker = state.workers[name]
         if worker.can_grow(state.settings):
             arenas.tend(state, worker, set())
             return f"a shuttle of {name}"
     for name in op.scope.workers:
         worker = state.workers[name]
-        if not set(worker.sizes) <= worker.mapped:
+        if len(worker.mapped) < len(worker.sizes):
             arenas.tend(state, worker)
             return f"shuttles of {name}"
     try:
-        op.staged = state.catalog.stage(op.scope, op.conversation, op.tokens, op.state_position, spans)
+        op.staged = state.catalog.stage(draft, need)
     except Refusal as refusal:
         if refusal.code == "no_space" and any(other.state is OpState.COPYING for other in state.ops.values()):
             return "space held by operations in flight"
@@ -115,14 +125,14 @@ def _space(state: State, op: Operation) -> str:
 
 def pump(state: State) -> None:
     """Look at every waiting operation again, oldest first. Called after each event that may have freed something."""
-    for op in state.waiting_ops():
+    for op in list(state.waiting.values()):
         if op.state is OpState.WAITING:
             try_start(state, op)
 
 
 def expire(state: State) -> None:
     """End waiting operations whose caller has stopped waiting."""
-    for op in state.waiting_ops():
+    for op in list(state.waiting.values()):
         if op.deadline_s <= state.now_s:
             waited_s = state.now_s - op.created_s
             jobs.fail(state, op, "deadline", f"waited {waited_s:.3f} s for {op.waits_for or 'its turn'}")

@@ -20,7 +20,6 @@ from stratad.core.effects import CloseDescriptor, ForwardDescriptor, SendTo
 from stratad.core.failures import Refusal
 from stratad.core.fingerprints import check_fingerprint, complete_fingerprint, fingerprint_id
 from stratad.core.intake import check_name
-from stratad.core.ops import OpState
 from stratad.core.state import ClientRecord, Engine, EngineStage, PoolState, State, Worker, WorkerState
 
 STAGE_LIMIT = 256
@@ -61,6 +60,7 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
         stages,
         request.seq,
         state.now_s + request.deadline_s,
+        has_state=any(stage.layout.state is not None for stage in request.stages),
     )
     state.owners[request.namespace] = client.uid
     state.fingerprint_fields[fingerprint] = fields
@@ -204,8 +204,9 @@ def close(state: State, engine: Engine) -> None:
     if engine.closing:
         return
     engine.closing = True
-    for op in list(state.ops.values()):
-        if op.engine_id == engine.engine_id and op.state is OpState.WAITING:
+    state.closing.add(engine.engine_id)
+    for op in list(state.waiting.values()):
+        if op.engine_id == engine.engine_id:
             jobs.fail(state, op, "engine_gone", "the engine was closed")
     for image_id in engine.takes:
         image = state.catalog.images.get(image_id)
@@ -225,6 +226,7 @@ def _remove_if_idle(state: State, engine: Engine) -> None:
             state.out.append(CloseDescriptor(engine.client, stage.stage.pool.descriptor))
         del state.pools[stage.pool]
     del state.engines[engine.engine_id]
+    state.closing.discard(engine.engine_id)
     client = state.clients.get(engine.client)
     if client is not None:
         client.engines.discard(engine.engine_id)
@@ -233,9 +235,8 @@ def _remove_if_idle(state: State, engine: Engine) -> None:
 
 def remove_idle(state: State) -> None:
     """Remove closed engines whose last operation has ended."""
-    for engine in list(state.engines.values()):
-        if engine.closing:
-            _remove_if_idle(state, engine)
+    for engine_id in sorted(state.closing):
+        _remove_if_idle(state, state.engines[engine_id])
 
 
 def _engine_of_pool(state: State, pool: int) -> tuple[Engine, EngineStage] | None:

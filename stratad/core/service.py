@@ -31,7 +31,7 @@ from stratad.core import jobs, queue, registration, views
 from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
-from stratad.core.intake import capture_operation, engine_of, has_state, restore_operation
+from stratad.core.intake import capture_operation, engine_of, restore_operation
 from stratad.core.ops import RUNNING, OpState
 from stratad.core.state import ClientRecord, State, StatsRequest
 
@@ -143,7 +143,7 @@ def _lookup(state: State, client: ClientRecord, request: Lookup) -> None:
     if len(request.tokens) % TOKEN_BYTES:
         raise Refusal("bad_tokens", f"tokens must be packed u32, got {len(request.tokens)} bytes")
     state.count("lookups")
-    found = state.catalog.lookup(engine.scope, request.tokens, whole=has_state(engine))
+    found = state.catalog.lookup(engine.scope, request.tokens, whole=engine.has_state)
     if found is None:
         state.reply(client.client, Found(request.seq, "miss"))
         return

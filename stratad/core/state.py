@@ -10,7 +10,7 @@ from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog, Scope
 from stratad.core.effects import Effect, LogLine, ReplyTo
 from stratad.core.fences import RowFences
-from stratad.core.ops import Operation, OpState
+from stratad.core.ops import Operation
 from stratad.core.restarts import RestartPolicy
 
 
@@ -134,6 +134,7 @@ class Engine:
     stages: tuple[EngineStage, ...]
     register_seq: int
     register_deadline_s: float
+    has_state: bool = False  # whether any stage carries per-slot state
     registered: bool = False
     closing: bool = False
     marks: dict[int, str] = field(default_factory=dict)
@@ -177,6 +178,8 @@ class State:
     engines: dict[int, Engine] = field(default_factory=dict)
     pools: dict[int, EngineStage] = field(default_factory=dict)
     ops: dict[int, Operation] = field(default_factory=dict)
+    waiting: dict[int, Operation] = field(default_factory=dict)  # those of `ops` that have not started, oldest first
+    closing: set[int] = field(default_factory=set)  # engines that go when their last operation ends
     stats_requests: list[StatsRequest] = field(default_factory=list)
     owners: dict[str, int] = field(default_factory=dict)
     fingerprint_fields: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -217,7 +220,3 @@ class State:
             WorkerProcess(number, stage.worker, self.workers[stage.worker].pid, self.workers[stage.worker].start_ticks)
             for number, stage in enumerate(engine.stages)
         )
-
-    def waiting_ops(self) -> list[Operation]:
-        """Operations that have not started, oldest first."""
-        return [op for op in self.ops.values() if op.state is OpState.WAITING]
