@@ -5,7 +5,8 @@ A lifeline (unix, SEQPACKET) tells who the peer is (from the kernel), ends when 
     daemon -> peer, once   msgpack map {"token": 16 bytes, "start_id": 16 bytes}
     both ways, later       tag u64 little-endian, and one descriptor beside it (SCM_RIGHTS)
 
-A descriptor is sent before the ZeroMQ message that names its tag, so who reads that message finds it by `drain`.
+A descriptor is sent before the ZeroMQ message that names its tag, so who reads that message finds it by `drain` and
+`take`, or by `fetch` alone.
 Whatever breaks these rules ends the lifeline. No call here waits unless it takes a `timeout_s`.
 """
 
@@ -28,7 +29,7 @@ from ipc.rundir import SOCKET_MODE, check_socket_path
 from shm.process import start_ticks
 
 TOKEN_BYTES: Final = 16
-# Descriptors that wait to be taken, per lifeline. A registration needs one a stage.
+# Descriptors of an untrusted peer that wait to be taken, per lifeline. A registration needs one a stage.
 MAX_STASHED: Final = 64
 # Packets read by one `drain`, so that a peer that floods its lifeline cannot hold the loop.
 MAX_DRAINED: Final = 2 * MAX_STASHED
@@ -68,21 +69,32 @@ class Credentials(NamedTuple):
 class Lifeline:
     """One end of a lifeline. Owns its socket and every descriptor that came and was not taken.
 
-    `token` and `start_id` are those of the first packet.
+    `token` and `start_id` are those of the first packet. Of the descriptors that wait to be taken it keeps at most
+    `stash_limit`; those beyond are closed and counted in `refused_count`.
     """
 
-    def __init__(self, connection: socket.socket, peer: Credentials, token: bytes, start_id: bytes) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        peer: Credentials,
+        token: bytes,
+        start_id: bytes,
+        stash_limit: int = MAX_STASHED,
+    ) -> None:
         self.peer: Final = peer
         self.token: Final = token
         self.start_id: Final = start_id
         self.refused_count = 0
         self._socket = connection
+        self._stash_limit = stash_limit
         self._stashed: dict[int, int] = {}
         self._life = Life.OPEN
 
     @classmethod
-    def connect(cls, path: Path, timeout_s: float) -> Self:
+    def connect(cls, path: Path, timeout_s: float, stash_limit: int = MAX_STASHED) -> Self:
         """Connect to the daemon that listens at `path` and read its token.
+
+        `stash_limit`: see `Lifeline`; who trusts the daemon may keep more than `MAX_STASHED`.
 
         Raises:
             LifelineError: nobody listens, the token did not come within `timeout_s`, or it is none.
@@ -97,9 +109,9 @@ class Lifeline:
             connection.connect(os.fspath(path))
             connection.setblocking(False)
             if not _wait(connection, select.POLLIN, timeout_s):
-                raise LifelineError(errno.ETIMEDOUT, f"no token within {timeout_s} s")
+                raise LifelineError(errno.ETIMEDOUT, f"no token within {timeout_s:.1f} s")
             token, start_id = _parse_token_packet(connection.recv(_TOKEN_PACKET_LIMIT_BYTES))
-            return cls(connection, _credentials(connection), token, start_id)
+            return cls(connection, _credentials(connection), token, start_id, stash_limit)
         except BaseException as exc:
             connection.close()
             if isinstance(exc, OSError) and not isinstance(exc, LifelineError):
@@ -113,18 +125,8 @@ class Lifeline:
     def drain(self) -> Life:
         """Take in every packet that is there (at most `MAX_DRAINED`: then the descriptor stays readable)."""
         for _ in range(MAX_DRAINED):
-            if self._life is Life.ENDED:
+            if not self._read_packet():
                 break
-            try:
-                packet, ancillary, flags, _ = self._socket.recvmsg(
-                    _TAG.size + 1, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-                )
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:  # ECONNRESET: the peer died with packets of ours unread
-                self._life = Life.ENDED
-                break
-            self._take_in(packet, ancillary, flags)
         return self._life
 
     def take(self, tag: int) -> int:
@@ -134,6 +136,18 @@ class Lifeline:
             KeyError: none came under this tag.
         """
         return self._stashed.pop(tag)
+
+    def fetch(self, tag: int) -> int:
+        """`take`, after reading on until the descriptor has come or nothing more is there.
+
+        Reads without a bound, so for peers that are trusted not to flood.
+
+        Raises:
+            KeyError: none came under this tag.
+        """
+        while tag not in self._stashed and self._read_packet():
+            pass
+        return self.take(tag)
 
     def send_descriptor(self, tag: int, descriptor: int, timeout_s: float = 0.0) -> None:
         """Send a copy of `descriptor` under `tag`; the caller keeps (and may close) its own.
@@ -168,12 +182,26 @@ class Lifeline:
     ) -> None:
         self.close()
 
+    def _read_packet(self) -> bool:
+        """Take in one packet; False where none is there or the lifeline has ended."""
+        if self._life is Life.ENDED:
+            return False
+        try:
+            packet, ancillary, flags, _ = self._socket.recvmsg(_TAG.size + 1, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:  # ECONNRESET: the peer died with packets of ours unread
+            self._life = Life.ENDED
+            return False
+        self._take_in(packet, ancillary, flags)
+        return True
+
     def _take_in(self, packet: bytes, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         descriptors = _descriptors(ancillary)
         cut = flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC)
         if len(packet) == _TAG.size and len(descriptors) == 1 and not cut:
             (tag,) = _TAG.unpack(packet)
-            if len(self._stashed) < MAX_STASHED and tag not in self._stashed:
+            if len(self._stashed) < self._stash_limit and tag not in self._stashed:
                 self._stashed[tag] = descriptors[0]
                 return
             self.refused_count += 1

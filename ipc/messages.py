@@ -78,6 +78,7 @@ class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     digest_s: float = 0.0
     copy_s: float = 0.0
     state_undefined: bool = False
+    lane_s: float = 0.0
 
 
 class WorkerProcess(msgspec.Struct, frozen=True):
@@ -254,6 +255,14 @@ class Acknowledge(Message, frozen=True, tag="acknowledge"):
     image_id: int
 
 
+class Release(Message, frozen=True, tag="release"):
+    """The taker does not want the image after all: it stays, and may be taken again."""
+
+    seq: int
+    engine_id: int
+    image_id: int
+
+
 class Mark(Message, frozen=True, tag="mark"):
     """Mark a slot ``clean``, ``dirty`` or ``poisoned``; a poisoned slot is never captured."""
 
@@ -339,6 +348,7 @@ Request: TypeAlias = (
     | Capture
     | Restore
     | Acknowledge
+    | Release
     | Mark
     | Lookup
     | Drop
@@ -562,6 +572,7 @@ class CaptureJob(Message, frozen=True, tag="capture_job"):
     places: bytes
     poll_event: bool
     state_slot: int = -1
+    event_wait_s: float = 30.0
 
 
 class RestoreJob(Message, frozen=True, tag="restore_job"):
@@ -581,6 +592,7 @@ class RestoreJob(Message, frozen=True, tag="restore_job"):
     algorithms: tuple[str, ...]
     poll_event: bool
     state_slot: int = -1
+    event_wait_s: float = 30.0
 
 
 class CancelJob(Message, frozen=True, tag="cancel_job"):
@@ -672,13 +684,16 @@ class SourceFree(Message, frozen=True, tag="source_free"):
 
 
 class JobDone(Message, frozen=True, tag="job_done"):
-    """A job ended well. `digests` holds those of a capture, in chunk order."""
+    """A job ended well. `digests` holds those of a capture, in chunk order; `lane_s` is the time from its start on the
+    lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on `cpu`: worked).
+    """
 
     job: int
     moved_bytes: int
     digest_s: float
     copy_s: float
     digests: bytes = b""
+    lane_s: float = 0.0
 
 
 class JobFailed(Message, frozen=True, tag="job_failed"):
@@ -724,6 +739,7 @@ Report: TypeAlias = (
 class WorkerSpec(Message, frozen=True, tag="fork"):
     """Order to the template: fork one worker. Everything a worker is told at birth.
 
+    `identity` is the name on the worker socket; it holds a secret, so that nobody else can speak as this worker.
     `digest_key` is the host's 256-bit seed; it never leaves the daemon's processes and is never logged. `faults` is
     empty except in tests (see `workers.faulty`).
     """
@@ -743,6 +759,7 @@ class WorkerSpec(Message, frozen=True, tag="fork"):
     max_message_bytes: int
     log_level: str
     log_format: str = "text"
+    identity: bytes = b""
     faults: dict[str, str] = {}
 
 

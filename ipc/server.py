@@ -21,6 +21,8 @@ FLUSH_S: Final = 0.005
 LINGER_MS: Final = 200
 # Messages in ZeroMQ's own pipes, per peer and direction; times the largest message it is what one peer can pile up.
 HIGH_WATER_COUNT: Final = 64
+# Messages of one peer that wait to be read: each may be as long as a message can be.
+RECEIVE_COUNT: Final = 8
 QUEUE_COUNT: Final = 1024
 QUEUE_BYTES: Final = 64 * 1024 * 1024
 
@@ -79,12 +81,13 @@ class RouterServer:
         queue_count: int = QUEUE_COUNT,
         queue_bytes: int = QUEUE_BYTES,
         linger_ms: int = LINGER_MS,
+        mode: int = SOCKET_MODE,
         context: ZmqContext | None = None,
     ) -> Self:
         """Listen at `path`; its directory is made or checked first (see `ipc.rundir`).
 
-        The caller holds the instance lock: ZeroMQ takes over whatever socket lies at the path. A `context` that is
-        passed in stays the caller's.
+        `mode` says who may connect. The caller holds the instance lock: ZeroMQ takes over whatever socket lies at the
+        path. A `context` that is passed in stays the caller's.
 
         Raises:
             RunDirError: the path or its directory cannot be used.
@@ -100,9 +103,9 @@ class RouterServer:
             socket.set(zmq.ROUTER_MANDATORY, 1)
             socket.set(zmq.MAXMSGSIZE, max_message_bytes)
             socket.set(zmq.SNDHWM, high_water_count)
-            socket.set(zmq.RCVHWM, high_water_count)
+            socket.set(zmq.RCVHWM, RECEIVE_COUNT)
             socket.bind(f"ipc://{path}")
-            path.chmod(SOCKET_MODE)
+            path.chmod(mode)
         except BaseException:
             socket.close(0)
             if own is not None:

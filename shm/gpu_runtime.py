@@ -17,7 +17,6 @@ HANDLE_BYTES: Final = 64
 NOT_READY: Final = 600
 HOST_TO_DEVICE: Final = 1
 DEVICE_TO_HOST: Final = 2
-DEVICE_TO_DEVICE: Final = 3
 ANY_DIRECTION: Final = 4  # the runtime tells from the addresses
 OUT_OF_MEMORY: Final = 2
 _STREAM_NON_BLOCKING: Final = 1
@@ -73,12 +72,10 @@ _RUNTIME_CALLS: Final[dict[str, list[object]]] = {
     "HostRegister": [c_void_p, c_size_t, c_uint],
     "HostUnregister": [c_void_p],
     "MemcpyAsync": [c_void_p, c_void_p, c_size_t, c_int, c_void_p],
-    "Memcpy2DAsync": [c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t, c_int, c_void_p],
     "MemsetAsync": [c_void_p, c_int, c_size_t, c_void_p],
     "StreamCreateWithPriority": [POINTER(c_void_p), c_uint, c_int],
     "StreamDestroy": [c_void_p],
     "StreamSynchronize": [c_void_p],
-    "StreamQuery": [c_void_p],
     "StreamWaitEvent": [c_void_p, c_void_p, c_uint],
     "DeviceGetStreamPriorityRange": [POINTER(c_int), POINTER(c_int)],
     "EventCreateWithFlags": [POINTER(c_void_p), c_uint],
@@ -92,7 +89,6 @@ _RUNTIME_CALLS: Final[dict[str, list[object]]] = {
     "IpcGetEventHandle": [POINTER(_Handle), c_void_p],
     "IpcOpenEventHandle": [POINTER(c_void_p), _Handle],
     "GetLastError": [],
-    "DeviceSynchronize": [],
 }
 
 # name here -> (CUDA's driver, HIP). CUDA keeps these in libcuda, HIP in the one library.
@@ -245,10 +241,6 @@ class GpuRuntime:
         self._call("MemGetInfo", byref(free), byref(total))
         return free.value, total.value
 
-    def device_synchronize(self) -> None:
-        """Wait for everything on the current device."""
-        self._call("DeviceSynchronize")
-
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def malloc(self, size_bytes: int) -> int:
@@ -279,21 +271,6 @@ class GpuRuntime:
         """Copy on a stream; `direction` is one of the constants above."""
         self._call("MemcpyAsync", target, source, size_bytes, direction, stream)
 
-    def memcpy_2d_async(
-        self,
-        target: int,
-        target_pitch: int,
-        source: int,
-        source_pitch: int,
-        *,
-        width_bytes: int,
-        height: int,
-        direction: int,
-        stream: int,
-    ) -> None:
-        """Copy `height` rows of `width_bytes` bytes, each a pitch apart, on a stream."""
-        self._call("Memcpy2DAsync", target, target_pitch, source, source_pitch, width_bytes, height, direction, stream)
-
     def memset_async(self, address: int, value: int, size_bytes: int, stream: int) -> None:
         """Fill with a byte on a stream."""
         self._call("MemsetAsync", address, value, size_bytes, stream)
@@ -315,10 +292,6 @@ class GpuRuntime:
     def stream_synchronize(self, stream: int) -> None:
         """Wait for everything on a stream."""
         self._call("StreamSynchronize", stream)
-
-    def stream_done(self, stream: int) -> bool:
-        """Whether everything on a stream has ended."""
-        return self._done("StreamQuery", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Let a stream wait for an event of *this* process. (Never for another's: if that process dies before the event

@@ -10,11 +10,13 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from shm.header import ShuttleHeader, split_segment_name
-from shm.shuttle import MOUNT, ShuttleError, read_header, unlink
+from shm.shuttle import MOUNT, ShuttleError, ShuttleFault, read_header, unlink
 
 
 class Segment(NamedTuple):
-    """A segment of ours. `header` is None for an empty one, whose maker was killed before its first write."""
+    """A segment of ours. `header` is None where it cannot be read: its maker was killed before it was written, or it
+    has another format.
+    """
 
     name: str
     header: ShuttleHeader | None
@@ -22,7 +24,10 @@ class Segment(NamedTuple):
 
 
 def list_segments(instance: str) -> list[Segment]:
-    """Segments that carry this instance's name, belong to our uid and have our header (or hold nothing), by name."""
+    """Plain files that carry a segment name of this instance and belong to our uid, by name.
+
+    The name decides, not the header: nobody else could make a shuttle of that name as long as the file is there.
+    """
     found: list[Segment] = []
     for entry in sorted(os.listdir(MOUNT)):  # noqa: PTH208 - names are wanted, not paths
         name = f"/{entry}"
@@ -31,12 +36,15 @@ def list_segments(instance: str) -> list[Segment]:
             continue
         try:
             status = os.stat(MOUNT / entry, follow_symlinks=False)  # noqa: PTH116
-            if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
-                continue
-            header = read_header(name) if status.st_size else None
-        except (FileNotFoundError, ShuttleError):
+        except FileNotFoundError:
             continue
-        found.append(Segment(name, header, status.st_size))
+        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+            continue
+        try:
+            found.append(Segment(name, read_header(name), status.st_size))
+        except ShuttleError as exc:
+            if exc.fault is not ShuttleFault.MISSING:
+                found.append(Segment(name, None, status.st_size))
     return found
 
 

@@ -6,30 +6,36 @@ in any order. Packed form: little-endian pairs of u32, eight bytes a run.
 
 import struct
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import gt, itemgetter
 from typing import Final, TypeAlias
 
 RowRuns: TypeAlias = tuple[tuple[int, int], ...]
 _RUN: Final = struct.Struct("<II")
+RUN_BYTES: Final = _RUN.size
 ROW_LIMIT: Final = 2**32
+# An operation may have thousands of runs, so what is done to all of them is done without a line of Python for each.
+_first: Final = itemgetter(0)
+_count: Final = itemgetter(1)
 
 
-def pack_rows(runs: Iterable[tuple[int, int]]) -> bytes:
+def pack_rows(runs: Sequence[tuple[int, int]]) -> bytes:
     """Encode runs; the caller vouches for 0 <= first and count > 0."""
-    return b"".join(_RUN.pack(first, count) for first, count in runs)
+    return struct.pack(f"<{2 * len(runs)}I", *chain.from_iterable(runs))
 
 
-def unpack_rows(packed: bytes) -> RowRuns:
+def unpack_rows(packed: bytes, limit: int = ROW_LIMIT) -> RowRuns:
     """Decode `pack_rows`.
 
     Raises:
-        ValueError: the length is no multiple of eight, a run is empty, or it passes 2^32.
+        ValueError: the length is no multiple of eight, a run is empty, or it passes the last of `limit` rows.
     """
     if len(packed) % _RUN.size:
         raise ValueError(f"packed rows have {len(packed)} bytes, expected a multiple of {_RUN.size}")
     runs = tuple(_RUN.iter_unpack(packed))
-    for first, count in runs:
-        if count == 0 or first + count > ROW_LIMIT:
-            raise ValueError(f"run ({first}, {count}) is empty or passes row {ROW_LIMIT}")
+    if runs and (min(map(_count, runs)) == 0 or max(map(sum, runs)) > limit):
+        first, count = next(run for run in runs if run[1] == 0 or sum(run) > limit)
+        raise ValueError(f"run ({first}, {count}) is empty or passes the last of {limit} rows")
     return runs
 
 
@@ -46,11 +52,13 @@ def runs_of(rows: Iterable[int]) -> RowRuns:
 
 def row_count(runs: Iterable[tuple[int, int]]) -> int:
     """Number of rows in the runs."""
-    return sum(count for _, count in runs)
+    return sum(map(_count, runs))
 
 
 def first_rows(runs: Sequence[tuple[int, int]], count: int) -> RowRuns:
     """The runs that hold the first `count` rows of `runs`, in order."""
+    if row_count(runs) <= count:
+        return tuple(runs)
     taken: list[tuple[int, int]] = []
     for first, length in runs:
         if count <= 0:
@@ -66,13 +74,42 @@ def sorted_runs(runs: Iterable[tuple[int, int]]) -> RowRuns:
     Raises:
         ValueError: a row occurs twice.
     """
-    ordered = sorted(runs)
-    end = 0
-    for first, count in ordered:
-        if first < end:
-            raise ValueError(f"row {first} occurs twice")
-        end = first + count
-    return tuple(ordered)
+    ordered = tuple(sorted(runs, key=_first))  # numbers compare faster than pairs; equal ones are refused below
+    ends, starts = map(sum, ordered), map(_first, ordered[1:])
+    if any(map(gt, ends, starts)):
+        end = 0
+        for first, count in ordered:
+            if first < end:
+                raise ValueError(f"row {first} occurs twice")
+            end = first + count
+    return ordered
+
+
+class DistinctRows:
+    """Runs that have no row twice, and their ascending order once somebody asks for it.
+
+    To sort thousands of blocks costs more than all else that is done with them, and most operations are never compared
+    with another.
+
+    Raises:
+        ValueError: a row occurs twice.
+    """
+
+    __slots__ = ("_ascending", "runs")
+
+    def __init__(self, runs: RowRuns) -> None:
+        self.runs = runs
+        self._ascending: RowRuns | None = runs if len(runs) == 1 else None
+        single = max(map(_count, runs), default=1) == 1
+        if not (single and len(set(map(_first, runs))) == len(runs)):
+            self._ascending = sorted_runs(runs)
+
+    @property
+    def ascending(self) -> RowRuns:
+        """The same rows in ascending order."""
+        if self._ascending is None:
+            self._ascending = sorted_runs(self.runs)
+        return self._ascending
 
 
 def overlap(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> int | None:

@@ -11,7 +11,6 @@ import errno
 import mmap
 import os
 import stat
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -31,10 +30,6 @@ STEP_BYTES: Final = 64 * 1024 * 1024
 MARGIN_BYTES: Final = 64 * 1024 * 1024
 _MODE: Final = 0o600
 _BLOCK_BYTES: Final = 512  # st_blocks counts in these
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; the mmap module does not name it
-
-# Mappings that were closed while somebody still held a view of them. They go when the last view goes.
-_lingering: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
 
 
 class ShuttleFault(enum.Enum):
@@ -140,22 +135,14 @@ class Shuttle:
             raise ValueError(f"shuttle {self.header.segment} is closed")
         return ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
-    def prefault(self) -> None:
-        """Enter every page into this process's page table now; where the kernel cannot, the first use does it."""
-        if self._mapping is not None:
-            with contextlib.suppress(OSError):
-                self._mapping.madvise(_MADV_POPULATE_WRITE)
-
     def close(self) -> None:
         """Unmap. While slices of `view` are still held the mapping lingers and goes with the last of them."""
         mapping, self._mapping = self._mapping, None
         if mapping is None:
             return
-        try:
+        with contextlib.suppress(BufferError):
             self._view.release()
             mapping.close()
-        except BufferError:
-            _lingering.add(mapping)
         self._view = memoryview(b"")
 
     def __enter__(self) -> Self:
@@ -187,11 +174,6 @@ def read_header(segment: str) -> ShuttleHeader:
         return _own_header(descriptor, segment)
     finally:
         os.close(descriptor)
-
-
-def lingering_bytes() -> int:
-    """Bytes of closed shuttles that are still mapped because somebody holds a view."""
-    return sum(len(mapping) for mapping in _lingering)
 
 
 def _check_size(shuttle_bytes: int) -> None:

@@ -7,10 +7,12 @@ and torch are never imported for a caller who does not use them: their objects a
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias, cast
 
 from ipc.messages import TOKEN_BYTES
-from shm.rows import RowRuns, pack_rows, row_count, runs_of, sorted_runs
+from shm.rows import DistinctRows, RowRuns, pack_rows, row_count, runs_of
 from stratad.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,14 +40,26 @@ RowsLike: TypeAlias = Sequence[tuple[int, int]] | Sequence[int] | range | ArrayL
 
 
 class StageRows:
-    """The rows of one operation on one stage: `packed` in token order, `ascending` for comparing with others."""
+    """The rows of one operation on one stage: `packed` in token order, `ascending` for comparing with others.
 
-    __slots__ = ("ascending", "count", "packed")
+    `end` is one more than the highest row.
+    """
+
+    __slots__ = ("_distinct", "count", "end", "packed")
 
     def __init__(self, runs: RowRuns) -> None:
-        self.ascending = runs if len(runs) == 1 else _ascending(runs)
+        try:
+            self._distinct = DistinctRows(runs)
+        except ValueError as exc:
+            raise UsageError("bad_rows", f"rows of one operation must differ: {exc}") from exc
         self.count = row_count(runs)
+        self.end = max(map(sum, runs))
         self.packed = pack_rows(runs)
+
+    @property
+    def ascending(self) -> RowRuns:
+        """The rows in ascending order."""
+        return self._distinct.ascending
 
 
 def pack_tokens(tokens: TokensLike) -> bytes:
@@ -88,6 +102,8 @@ def parse_rows(rows: RowsLike) -> StageRows:
         runs = _runs_of_sequence(rows)
     if not runs:
         raise UsageError("bad_rows", "at least one row is needed, got none")
+    if min(map(itemgetter(0), runs)) >= 0 and min(map(itemgetter(1), runs)) > 0 and max(map(sum, runs)) <= U32_LIMIT:
+        return StageRows(runs)
     for first, count in runs:
         if first < 0 or count <= 0 or first + count > U32_LIMIT:
             raise UsageError(
@@ -104,27 +120,20 @@ class StageLimits(NamedTuple):
 
 
 def check_rows(stage: int, limits: StageLimits, rows: StageRows, tokens: int) -> None:
-    """Refuse rows that the stage does not have, or that are not as many as `tokens` tokens need (-1: any number).
+    """Refuse rows that the stage does not have, or that are not as many as `tokens` tokens need (-1: all tokens of an
+    image; only the daemon knows how many rows those need at least).
 
     Raises:
         UsageError: code ``bad_rows``.
     """
-    first, count = rows.ascending[-1]
-    if first + count > limits.rows:
-        raise UsageError("bad_rows", f"stage {stage} has rows 0..{limits.rows - 1}, got row {first + count - 1}")
+    if rows.end > limits.rows:
+        raise UsageError("bad_rows", f"stage {stage} has rows 0..{limits.rows - 1}, got row {rows.end - 1}")
     if tokens >= 0 and rows.count != -(-tokens // limits.tokens_per_row):
         raise UsageError(
             "bad_rows",
             f"stage {stage}: {tokens} tokens at {limits.tokens_per_row} a row need "
             f"{-(-tokens // limits.tokens_per_row)} rows, got {rows.count}",
         )
-
-
-def _ascending(runs: RowRuns) -> RowRuns:
-    try:
-        return sorted_runs(runs)
-    except ValueError as exc:
-        raise UsageError("bad_rows", f"rows of one operation must differ: {exc}") from exc
 
 
 def _little(tokens: "array[int]") -> bytes:
@@ -158,6 +167,13 @@ def _runs_of_sequence(given: object) -> RowRuns:
     try:
         if len(rows) and hasattr(rows[0], "__len__"):
             pairs = cast("Sequence[tuple[int, int]]", rows)
+            if (
+                type(pairs) is tuple
+                and set(map(type, pairs)) == {tuple}
+                and set(map(len, pairs)) == {2}
+                and set(map(type, chain.from_iterable(pairs))) == {int}
+            ):
+                return pairs  # what `shm.rows` makes, and what thousands of runs come as
             return tuple([(first.__index__(), count.__index__()) for first, count in pairs])
         numbers = cast("Sequence[int]", rows)
         return runs_of([row.__index__() for row in numbers])

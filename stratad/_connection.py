@@ -25,7 +25,8 @@ _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 # The longest reply is the chunk list of one image: 128 Ki chunks of about 200 bytes.
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
-DESCRIPTOR_TIMEOUT_S: Final = 1.0
+# There is room for more than all stages of an engine unless the daemon stands still, and a caller may be a coroutine.
+DESCRIPTOR_TIMEOUT_S: Final = 0.1
 
 
 class Connection:
@@ -36,6 +37,7 @@ class Connection:
         poller: readable when frames may have come or the lifeline has something; for the leader alone.
         opened_s: monotonic time of opening.
         same_pids: whether the daemon's pids mean the same in this process's pid namespace.
+        offered: tags and descriptors that the next frame names; they leave right before it, or not at all.
     """
 
     def __init__(self, link: Link, lifeline: Lifeline, welcome: Welcome, opened_s: float) -> None:
@@ -50,6 +52,7 @@ class Connection:
         self._link = link
         self._socket = link.socket
         self._lifeline = lifeline
+        self.offered: list[tuple[int, int]] = []
         self._last_tag = 0
 
     @classmethod
@@ -92,7 +95,18 @@ class Connection:
             raise
 
     def send(self, frame: bytes) -> bool:
-        """Hand over one frame; False when the daemon does not read, or has gone."""
+        """Hand over the descriptors on offer, then the frame; False when the daemon does not read, or has gone.
+
+        Raises:
+            OSError: a descriptor may have gone without the frame that names it: the connection must be given up, or
+                the daemon would keep that for nothing.
+        """
+        if self.offered:
+            offered, self.offered = self.offered, []
+            for tag, descriptor in offered:
+                self._lifeline.send_descriptor(tag, descriptor, DESCRIPTOR_TIMEOUT_S)
+            self._link.send(frame)
+            return True
         try:
             self._link.send(frame)
         except LinkError:
@@ -121,14 +135,13 @@ class Connection:
             poller.poll(within_s * 1000.0)
         return self._lifeline.drain() is Life.ENDED
 
-    def send_descriptor(self, descriptor: int) -> int:
-        """Send a copy of a descriptor ahead of the message that will name it; returns its tag.
+    def offer_descriptor(self, descriptor: int) -> int:
+        """Have a copy of a descriptor travel with the next frame; returns the tag by which that frame names it.
 
-        Raises:
-            OSError: the lifeline does not take it.
+        No tag is given twice, whatever became of the first.
         """
         self._last_tag += 1
-        self._lifeline.send_descriptor(self._last_tag, descriptor, DESCRIPTOR_TIMEOUT_S)
+        self.offered.append((self._last_tag, descriptor))
         return self._last_tag
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """An engine as its own process sees it: registered stages, marks, operations and the rows they fence."""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,23 +15,27 @@ from ipc.messages import (
     Found,
     Lookup,
     Mark,
+    Release,
     Request,
     Restore,
     Restored,
-    Unregister,
     WorkerProcess,
 )
 from stratad._arguments import RowsLike, StageLimits, TokensLike, pack_tokens, rows_per_stage
-from stratad._calls import Call
+from stratad._calls import FINAL, Call
 from stratad._fences import AnyTicket, Fences, rows_busy
+from stratad._proofs import wait_for_end
 from stratad._registration import Registration
 from stratad._stages import StageExport
-from stratad.errors import StratadError, UsageError
+from stratad.errors import Busy, Lost, StratadError, UsageError
 from stratad.tickets import Ticket
 
 if TYPE_CHECKING:
     from stratad._connection import Connection
     from stratad.client import Client
+
+# How often a wait for the end of workers looks again.
+_LOOK_S: Final = 0.05
 
 MarkName = Literal["clean", "dirty", "poisoned"]
 
@@ -93,6 +98,7 @@ class Engine:
         states = [layout.state.slots for layout in self.layouts if layout.state is not None]
         self._state_slots = min(states) if states else None
         self.registration.on_first = self.registered_first
+        self.registration.on_unmapped = self._unmapped
         self.registration.needed_proofs = self._fences.proofs
         self._holds = tuple(_StageHold(self, stage) for stage in range(len(exports)))
 
@@ -111,9 +117,9 @@ class Engine:
     ) -> Ticket[Captured]:
         """Start to capture `tokens` out of the rows into an image of `conversation`; returns at once.
 
-        The copy is ordered after all work that is on the stages' current streams now. The rows must not be written
-        until the ticket is source free. `state_position` is the token position of the slot's state, where stages have
-        one.
+        The copy is ordered after all work that is on the stages' current streams now; only where the GPU runtime shares
+        no events is that work waited for. The rows must not be written until the ticket is source free.
+        `state_position` is the token position of the slot's state, where stages have one.
 
         Raises:
             UsageError: the arguments contradict each other or the registration.
@@ -150,7 +156,6 @@ class Engine:
             rows=parsed,
             slot=slot,
             cancel=self._send_cancel,
-            acknowledge=None,
         )
         self._start(ticket, call)
         return ticket
@@ -168,7 +173,8 @@ class Engine:
     ) -> Ticket[Restored]:
         """Start to restore the first `tokens` tokens (-1: all) of an image into the rows; returns at once.
 
-        The image is named by its conversation or by `image_id`. The rows are undefined until the result is there, and
+        The image is named by its conversation or by `image_id`. The rows are as many as `tokens` need; for all tokens
+        there may be more, of which the first are used. The rows are undefined until the result is there, and
         after a failure those that the error's stages name.
 
         Raises:
@@ -197,76 +203,12 @@ class Engine:
         tokens: int = -1,
         deadline_s: float | None = None,
     ) -> Ticket[Restored]:
-        """Like `restore`, and the image is given up once the ticket's `result` was asked for and is there."""
+        """Like `restore`, and the image is given up once the ticket's `result` was asked for and is there.
+
+        Until then the image is held for this engine: nobody else can take it. A ticket whose result nobody will ask
+        for must be cancelled; see `Ticket.cancel`.
+        """
         return self._restore(
-            conversation,
-            rows,
-            slot,
-            image_id=image_id,
-            rows_by_stage=rows_by_stage,
-            tokens=tokens,
-            deadline_s=deadline_s,
-            take=True,
-        )
-
-    async def capture_async(
-        self,
-        conversation: str,
-        tokens: TokensLike,
-        rows: RowsLike | None = None,
-        slot: int = 0,
-        *,
-        rows_by_stage: Sequence[RowsLike] | None = None,
-        state_position: int = -1,
-        deadline_s: float | None = None,
-    ) -> Captured:
-        """`capture` and its result."""
-        return await self.capture(
-            conversation,
-            tokens,
-            rows,
-            slot,
-            rows_by_stage=rows_by_stage,
-            state_position=state_position,
-            deadline_s=deadline_s,
-        )
-
-    async def restore_async(
-        self,
-        conversation: str = "",
-        rows: RowsLike | None = None,
-        slot: int = 0,
-        *,
-        image_id: int = 0,
-        rows_by_stage: Sequence[RowsLike] | None = None,
-        tokens: int = -1,
-        deadline_s: float | None = None,
-    ) -> Restored:
-        """`restore` and its result."""
-        return await self._restore(
-            conversation,
-            rows,
-            slot,
-            image_id=image_id,
-            rows_by_stage=rows_by_stage,
-            tokens=tokens,
-            deadline_s=deadline_s,
-            take=False,
-        )
-
-    async def take_async(
-        self,
-        conversation: str = "",
-        rows: RowsLike | None = None,
-        slot: int = 0,
-        *,
-        image_id: int = 0,
-        rows_by_stage: Sequence[RowsLike] | None = None,
-        tokens: int = -1,
-        deadline_s: float | None = None,
-    ) -> Restored:
-        """`take` and its result."""
-        return await self._restore(
             conversation,
             rows,
             slot,
@@ -308,11 +250,13 @@ class Engine:
             raise
 
     def unregister(self, *, deadline_s: float | None = None) -> None:
-        """Wait for operations that may touch the rows, then close the pools on the daemon's side. Images stay.
-        Idempotent.
+        """Wait for operations that may touch the rows, have the daemon unmap the pools, then let go of their memory.
+        Images stay. Idempotent. Where the daemon is lost, the end of its workers is waited for in place of its answer.
 
         Raises:
-            Busy: rows were still in use at the deadline (code ``rows_busy``); the engine stays registered.
+            Busy: rows were still in use at the deadline: the engine stays registered. Or the workers of a lost daemon
+                are not proven gone: the memory stays until they are (both with code ``rows_busy``).
+            DeadlineExceeded: no answer in time: the memory stays until it comes.
         """
         self._client.check_process()
         until_s = self._client.until_s(deadline_s)
@@ -320,17 +264,25 @@ class Engine:
             if not ticket.wait_rows_free(max(until_s - time.monotonic(), 0.0)):
                 raise rows_busy(ticket, "unregister")
         with self._pump.lock:
-            if self.registration.closed:
-                return
             busy = self._fences.busy()
             if busy:  # another thread began it meanwhile
                 raise rows_busy(busy[0], "unregister")
-            registered, engine_id = self.registration.registered, self.registration.engine_id
-            self.release()
-        if registered:
-            # The daemon that is lost meanwhile has forgotten the engine as well.
-            call = Call("unregister", lambda _, seq: Unregister(seq, engine_id), Done, until_s)
-            self._client.wait(call, Done, lost_is_done=True)
+            closed = self.registration.closed
+            # First: while it is in flight nothing is let go.
+            asked = self.registration.unregister(until_s)
+            if not closed:
+                self._forget()
+        if asked is not None:
+            self._wait_for(asked, until_s)
+            if asked.error is not None and not isinstance(asked.error, Lost):
+                raise asked.error.with_traceback(None)
+        self._wait_unmapped(until_s)
+
+    async def unregister_async(self, *, deadline_s: float | None = None) -> None:
+        """`unregister` for coroutines, in a thread of its own."""
+        import asyncio  # noqa: PLC0415 - blocking callers need not pay for it
+
+        await asyncio.to_thread(self.unregister, deadline_s=deadline_s)
 
     @property
     def tickets(self) -> tuple[AnyTicket, ...]:
@@ -362,25 +314,32 @@ class Engine:
                 return rows_busy(busy, "close the pool")
             if not self.registration.closed:
                 return UsageError("bad_value", f"the pool is registered with engine {self.name!r}: unregister first")
+            if self.registration.mapped_on(stage):
+                return self._still_mapped("close the pool")
             self.still_fenced()
             return None
 
     def release(self) -> None:
-        """Forget the registration. Rows that are busy keep their stage's memory and what proves the end."""
-        if self.registration.closed:
-            return
-        self.registration.close()
-        self._client.forget(self)
-        self.still_fenced()
+        """Forget the registration. Rows that are busy, and workers that have it mapped, keep their stage's memory and
+        what proves the end.
+        """
+        if not self.registration.closed:
+            self.registration.close()
+            self._forget()
 
     def still_fenced(self) -> bool:
-        """Whether any rows are busy; lets go of the memory of stages where none are, once released."""
+        """Whether any memory must stay; lets go of that of stages where none must, once released."""
         if self.registration.closed:
             for stage, export in enumerate(self.registration.exports):
-                if self._fences.on_stage(stage) is None:
+                if self._fences.on_stage(stage) is None and not self.registration.mapped_on(stage):
                     export.close(self._holds[stage])
             self.registration.prune_proofs()
-        return bool(self._fences.busy())
+        return bool(self._fences.busy()) or self.registration.mapped
+
+    def let_go(self) -> None:
+        """Let go of what must no longer stay. Takes the pump's lock."""
+        with self._pump.lock:
+            self._unmapped()
 
     def link_opened(self) -> None:
         """There is a new connection: register again on it."""
@@ -402,6 +361,40 @@ class Engine:
         self._fences.disown(start_id, engine_ids_in_flight)
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._client.forget(self)
+        self.still_fenced()
+
+    def _unmapped(self) -> None:
+        """What decides whether the stages are mapped may have changed."""
+        if not self.still_fenced():
+            self._client.unfence(self)
+
+    def _wait_unmapped(self, until_s: float) -> None:
+        """Wait until no worker has the stages mapped; see `unregister`."""
+        while True:
+            with self._pump.lock:
+                if not self.registration.mapped:
+                    self._unmapped()
+                    return
+                call, workers = self.registration.ending, self.registration.workers
+            left_s = until_s - time.monotonic()
+            if call is not None:
+                self._wait_for(call, until_s)
+            elif left_s <= 0 or not all(worker.provable for worker in workers):
+                raise self._still_mapped("unregister")
+            else:
+                wait_for_end(workers, min(left_s, _LOOK_S))
+
+    def _wait_for(self, call: Call, until_s: float) -> None:
+        if not self._pump.wait(call, FINAL, until_s):
+            raise self._pump.deadline_error(call)
+
+    def _still_mapped(self, name: str) -> Busy:
+        pids = sorted({worker.process.pid for worker in self.registration.workers if not worker.gone()})
+        who = f"processes {pids}, not proven gone," if pids else "a worker"
+        return Busy("rows_busy", f"{name}: {who} may still have the memory of engine {self.name!r} mapped")
 
     def _restore(
         self,
@@ -449,6 +442,7 @@ class Engine:
             slot=slot,
             cancel=self._send_cancel,
             acknowledge=self._send_acknowledge if take else None,
+            release=self._send_release if take else None,
         )
         self._start(ticket, call)
         return ticket
@@ -541,6 +535,14 @@ class Engine:
         )
         self._pump.submit(call)
         return call
+
+    def _send_release(self, start_id: bytes, engine_id: int, image_id: int) -> None:
+        link = self._pump.link
+        # Other than on the take's own connection there is nothing to release: the daemon did so when that ended.
+        if link is not None and link.welcome.start_id == start_id and self.registration.engine_id == engine_id:
+            call = Call("release", lambda _, seq: Release(seq, engine_id, image_id), Done, time.monotonic())
+            with contextlib.suppress(UsageError):  # the client is being closed, which releases as well
+                self._pump.submit(call)
 
     def _send_cancel(self, target_seq: int) -> None:
         self._pump.submit(Call("cancel", lambda _, seq: Cancel(seq, target_seq), Done, time.monotonic()))

@@ -1,6 +1,8 @@
 """Proof that the worker processes which served an operation are gone, as a client sees it."""
 
 import os
+import select
+from collections.abc import Iterable
 from typing import Final
 
 from ipc.messages import WorkerProcess
@@ -25,12 +27,10 @@ class WorkerProof:
     def open(cls, process: WorkerProcess, *, same_pids: bool) -> "WorkerProof":
         """Open the pidfd of a worker.
 
-        `same_pids` says that the daemon's pids mean the same here. Elsewhere (another pid namespace) nothing can be
-        proved and the worker counts as alive for ever.
+        `same_pids` says that the daemon's pids mean the same here. Elsewhere (another pid namespace), and where the
+        daemon does not know pid or start time (0), nothing can be proved and the worker counts as alive for ever.
         """
-        if process.pid <= 0:  # there is no such process now; its successor will be announced
-            return cls(process, _NO_PIDFD, gone=True, provable=True)
-        if not same_pids:
+        if process.pid <= 0 or process.start_ticks <= 0 or not same_pids:
             return cls(process, _NO_PIDFD, gone=False, provable=False)
         try:
             return cls(process, open_pidfd(process.pid, process.start_ticks), gone=False, provable=True)
@@ -44,6 +44,11 @@ class WorkerProof:
     def pidfd(self) -> int:
         """The pidfd to poll while waiting, or -1."""
         return self._pidfd
+
+    @property
+    def provable(self) -> bool:
+        """Whether its end could ever be proved."""
+        return self._provable
 
     def gone(self) -> bool:
         """Whether the process is proven gone."""
@@ -59,3 +64,12 @@ class WorkerProof:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = _NO_PIDFD
+
+
+def wait_for_end(workers: Iterable[WorkerProof], timeout_s: float) -> None:
+    """Wait until any of the workers ends, or for `timeout_s`."""
+    poller = select.poll()
+    for worker in workers:
+        if worker.pidfd >= 0 and not worker.gone():
+            poller.register(worker.pidfd, select.POLLIN)
+    poller.poll(timeout_s * 1000.0)

@@ -250,6 +250,11 @@ class Pump:
             return any(call.owner is owner and call.level == QUEUED for call in self._pending.values())
 
     @property
+    def last_failure(self) -> StratadError | None:
+        """Why the last attempt to open a connection failed; None once one succeeded."""
+        return self._last_failure
+
+    @property
     def link(self) -> Connection | None:
         """The connection, if there is one. To be used under the lock."""
         return self._link
@@ -424,12 +429,8 @@ class Pump:
         self._wake()
 
     def _send(self, link: Connection, call: Call) -> None:
-        assert call.build is not None
         try:
-            frame = encode(call.build(link, call.seq))
-            if len(frame) > link.max_message_bytes:
-                text = f"{call.name}: the message has {len(frame)} bytes, the daemon takes {link.max_message_bytes}"
-                raise UsageError("bad_request", text)
+            frame = _frame(link, call)
             if not link.send(frame):
                 # ZeroMQ may see the end some microseconds before the lifeline tells.
                 if link.ended(within_s=_END_FOLLOWS_S):
@@ -440,8 +441,8 @@ class Pump:
             self._fail(call, UsageError("bad_request", f"{call.name}: {exc}"))
         except StratadError as exc:
             self._fail(call, exc)
-        except OSError as exc:  # the lifeline cannot carry a descriptor: the loss is noticed by its end
-            self._lose(link, f"the lifeline broke ({exc.strerror or exc})")
+        except OSError as exc:  # descriptors did not go, or went alone
+            self._lose(link, f"the request and its descriptors could not be handed over ({exc.strerror or exc})")
         else:
             call.level = SENT
             call.was_sent = True
@@ -533,6 +534,24 @@ class Pump:
             for watched, loop, woken in call.watchers:
                 if level >= watched:
                     _wake_coroutine(loop, woken)
+
+
+def _frame(link: Connection, call: Call) -> bytes:
+    """The frame of a call. Where there is none, nothing that it would have named stays on offer.
+
+    Raises:
+        EncodeError, StratadError: it cannot be made.
+    """
+    assert call.build is not None
+    try:
+        frame = encode(call.build(link, call.seq))
+        if len(frame) > link.max_message_bytes:
+            text = f"{call.name}: the message has {len(frame)} bytes, the daemon takes {link.max_message_bytes}"
+            raise UsageError("bad_request", text)
+    except BaseException:
+        link.offered.clear()
+        raise
+    return frame
 
 
 def _wake_coroutine(loop: "asyncio.AbstractEventLoop", woken: "asyncio.Future[None]") -> None:

@@ -4,6 +4,8 @@ processes.
 A registration outlives connections: on a new one the same stages are registered again, the marks are sent again, and
 only then the calls that waited. Workers may be replaced on a living connection; the daemon says so before they get a
 job.
+
+A registration ends when no worker can have the stages mapped any more: the daemon said so, or its workers are gone.
 """
 
 import time
@@ -15,13 +17,14 @@ from stratad._calls import Call
 from stratad._proofs import WorkerProof
 from stratad._pump import Pump
 from stratad._stages import StageExport
-from stratad.errors import Busy, PeerGone, ProtocolError, StratadError
+from stratad.errors import Busy, Lost, PeerGone, ProtocolError, StratadError
 
 if TYPE_CHECKING:
     from stratad._connection import Connection
 
-# Between two tries to register again where the daemon is not ready, or the probe met a write.
-RETRY_S: Final = 0.1
+# Between two tries to register again where the daemon is not ready, or the probe met a write: twice as long each time.
+FIRST_RETRY_S: Final = 0.1
+LAST_RETRY_S: Final = 2.0
 
 
 class Registration:
@@ -29,7 +32,7 @@ class Registration:
 
     Attributes:
         engine_id: the daemon's number of the engine; changes with every registration.
-        workers: the processes that serve the stages, one a stage.
+        workers: the processes that serve the stages, one a stage; after the end those that may still have them mapped.
         marks: the last mark of every slot that was marked.
         closed: nothing will be registered any more.
     """
@@ -58,9 +61,12 @@ class Registration:
         self._link: Connection | None = None
         self._in_flight: Call | None = None
         self._retry_due = False
+        self._retry_s = FIRST_RETRY_S
+        self._ending: Call | None = None
         # Every proof that is open, former ones too as long as a ticket needs them.
         self._proofs: list[WorkerProof] = []
         self.on_first: Callable[[], None] = _nothing
+        self.on_unmapped: Callable[[], None] = _nothing
         self.needed_proofs: Callable[[], set[WorkerProof]] = set
 
     @property
@@ -86,6 +92,7 @@ class Registration:
 
     def link_opened(self) -> None:
         """There is a new connection."""
+        self._retry_s = FIRST_RETRY_S
         if self._in_flight is None or self._in_flight.name != "register":  # the first one is repeated by the pump
             self._register_again()
 
@@ -95,14 +102,36 @@ class Registration:
         return self._in_flight
 
     def close(self) -> None:
-        """Register no more, prove only what is needed still."""
+        """Register no more. The daemon that has the stages mapped keeps them so until `unregister`."""
         self.closed = True
-        self._link = None
-        self.workers = ()
-        self.prune_proofs()
+
+    def unregister(self, until_s: float) -> Call | None:
+        """Register no more, and ask the daemon, where one knows us, to unmap the stages; returns that request."""
+        self.closed = True
+        if self._ending is None and self.registered:
+            return self._send_unregister(self.engine_id, until_s)
+        return self._ending
+
+    @property
+    def ending(self) -> Call | None:
+        """The call whose final reply decides whether the stages are mapped, if one is in flight."""
+        if self._ending is None and self._in_flight is not None and self._in_flight.was_sent:
+            return self._in_flight
+        return self._ending
+
+    def mapped_on(self, stage: int) -> bool:
+        """Whether a worker may still have the memory of a stage mapped."""
+        return self.ending is not None or (bool(self.workers) and not self.workers[stage].gone())
+
+    @property
+    def mapped(self) -> bool:
+        """Whether a worker may still have the memory of any stage mapped."""
+        return any(self.mapped_on(stage) for stage in range(len(self.exports)))
 
     def prune_proofs(self) -> None:
         """Close the pidfds that nobody needs any more."""
+        if self.closed and not self.mapped:
+            self.workers = ()
         needed = self.needed_proofs().union(self.workers)
         for proof in self._proofs:
             if proof not in needed:
@@ -132,12 +161,10 @@ class Registration:
         if call.error is not None:
             if call.name != "register" and not call.lost:
                 self._failed(call.error)
+            self._perhaps_unmapped()
             return
         reply = cast("Registered", call.reply)
         assert link is not None
-        if call.abandoned or self.closed:  # nobody wants it any more
-            self._unregister(reply.engine_id)
-            return
         by_stage = {process.stage: process for process in reply.workers}
         if sorted(by_stage) != list(range(len(self.exports))):
             call.error = ProtocolError("bad_frame", f"the daemon named workers for stages {sorted(by_stage)}")
@@ -145,12 +172,16 @@ class Registration:
             return
         first = self._link is None and not self._proofs
         self.engine_id = reply.engine_id
-        self._link = link
         self._know(by_stage, link)
+        if call.abandoned or self.closed:  # nobody wants it any more
+            self._send_unregister(reply.engine_id, time.monotonic())
+            return
+        self._link = link
+        self._retry_s = FIRST_RETRY_S
         if first:
             self.on_first()
         for slot, mark in self.marks.items():
-            self._pump.submit(_mark(reply.engine_id, slot, mark))
+            self._send_now(_mark(reply.engine_id, slot, mark))
         self._pump.flush(self)
 
     def _know(self, by_stage: Mapping[int, WorkerProcess], link: "Connection") -> None:
@@ -171,15 +202,42 @@ class Registration:
 
     def _try_later(self) -> None:
         self._retry_due = True
-        self._pump.call_at(time.monotonic() + RETRY_S, self._retry)
+        self._pump.call_at(time.monotonic() + self._retry_s, self._retry)
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
     def _retry(self) -> None:
         self._retry_due = False
         if self._pump.link is not None and self._pump.has_queued(self):
             self._register_again()
 
-    def _unregister(self, engine_id: int) -> None:
-        self._pump.submit(Call("unregister", lambda _, seq: Unregister(seq, engine_id), Done, time.monotonic()))
+    def _send_unregister(self, engine_id: int, until_s: float) -> Call:
+        call = Call("unregister", lambda _, seq: Unregister(seq, engine_id), Done, until_s, on_final=self._unregistered)
+        self._ending = call
+        try:
+            self._send_now(call)
+        except StratadError:
+            self._ending = None
+            raise
+        return call
+
+    def _send_now(self, call: Call) -> None:
+        """Send a call that names our engine on the connection that is open, or never: in the next daemon the number is
+        somebody else's.
+        """
+        self._pump.submit(call)
+        self._pump.end(call, Lost("lost", f"{call.name}: the daemon has gone"))
+
+    def _unregistered(self, call: Call) -> None:
+        """The daemon has unmapped the stages, or has gone: then the end of its workers tells."""
+        self._ending = None
+        if call.error is None:
+            self._link = None
+            self.workers = ()
+        self._perhaps_unmapped()
+
+    def _perhaps_unmapped(self) -> None:
+        if self.closed:
+            self.on_unmapped()
 
 
 def _mark(engine_id: int, slot: int, mark: str) -> Call:

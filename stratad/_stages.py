@@ -34,7 +34,6 @@ class StageExport(Protocol):
         """The stage for a `Register` that is sent on `link` right after, with a probe of the bytes of now.
 
         Raises:
-            OSError: the lifeline does not take the descriptor.
             StratadError: the memory can no longer be exported.
         """
         ...
@@ -67,7 +66,7 @@ class CpuExport:
         buffer = self._pool.buffer
         read = b"".join([bytes(buffer[offset : offset + PROBE_BYTES]) for offset in offsets])
         packed = struct.pack(f"<{len(offsets)}Q", *offsets)
-        tag = link.send_descriptor(self._pool.descriptor)
+        tag = link.offer_descriptor(self._pool.descriptor)
         return Stage(index, self._device, MemfdPool(tag, self._pool.nbytes), self.layout, packed, read)
 
     def order(self) -> None:

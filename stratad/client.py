@@ -9,6 +9,7 @@ Blocking calls use the calling thread alone. Every call has a deadline and ends 
 `stratad.errors`. After a restart of the daemon the client connects and registers again by itself, at its next call.
 """
 
+import contextlib
 import math
 import os
 import time
@@ -46,7 +47,7 @@ from stratad._connection import Connection
 from stratad._engine import Engine, MarkName, Match
 from stratad._pump import Pump
 from stratad._stages import export_stages
-from stratad.errors import DeadlineExceeded, Lost, StratadError, UsageError
+from stratad.errors import DeadlineExceeded, StratadError, UsageError
 from stratad.paths import PathError, SocketPaths, default_run_dir, socket_paths
 from stratad.pools import CpuPool, StagePool
 from stratad.tickets import Ticket
@@ -75,7 +76,7 @@ _PAGE_IMAGES: Final = 1000
 ReplyT = TypeVar("ReplyT")
 
 _clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
-# Engines of closed clients whose rows a worker may still write: their memory must not go back to an allocator yet.
+# Engines that are gone but whose memory a worker may still use: it must not go back to an allocator yet.
 _fenced: list[Engine] = []
 
 
@@ -119,7 +120,7 @@ class Client:
         `run_dir` None: where a daemon of this user keeps its sockets by default. `name` shows in the daemon's logs.
 
         Raises:
-            DeadlineExceeded: no daemon answered.
+            DeadlineExceeded: no daemon answered; the text says what to do about it.
             UsageError: no such run directory or instance can be.
             ProtocolError: the daemon speaks another version.
         """
@@ -136,8 +137,10 @@ class Client:
             call = Call("connect", None, None, client.until_s(None))
             client.pump.submit(call)
             client.wait(call, object)
-        except BaseException:
+        except BaseException as exc:
             client.close()
+            if isinstance(exc, DeadlineExceeded):
+                raise _no_daemon(paths, deadline_s, client.pump.last_failure) from None
             raise
         return client
 
@@ -271,10 +274,10 @@ class Client:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, deadline_s: float = CLOSE_S) -> None:
-        """Cancel operations in flight, wait for their rows up to `deadline_s`, say goodbye, close. Idempotent.
+        """Cancel operations in flight, wait for their rows and unregister all engines up to `deadline_s`, say goodbye,
+        close. Idempotent.
 
-        Memory whose rows are still busy then stays allocated until the workers are gone. In a forked child nothing
-        happens.
+        Memory that workers may still use then stays allocated until they are gone. In a forked child nothing happens.
         """
         if self._closed or os.getpid() != self._pid:
             return
@@ -323,12 +326,12 @@ class Client:
             _check_deadline(deadline_s)
         return time.monotonic() + deadline_s
 
-    def wait(self, call: Call, kind: type[ReplyT], *, lost_is_done: bool = False) -> ReplyT:
+    def wait(self, call: Call, kind: type[ReplyT]) -> ReplyT:
         """Wait for the final reply of a call, submitting it first where that is not done."""
         self._submit(call)
         if not self.pump.wait(call, FINAL, call.until_s):
             raise self._give_up(call)
-        return _reply(call, kind, lost_is_done=lost_is_done)
+        return _reply(call, kind)
 
     async def wait_async(self, call: Call, kind: type[ReplyT]) -> ReplyT:
         """`wait` for coroutines."""
@@ -339,7 +342,7 @@ class Client:
         except BaseException:
             self._give_up(call)
             raise
-        return _reply(call, kind, lost_is_done=False)
+        return _reply(call, kind)
 
     def remember(self, engine: Engine) -> None:
         """The engine is registered; it will be registered again on every new connection."""
@@ -353,6 +356,11 @@ class Client:
                 self._engines.remove(engine)
             if engine.still_fenced():
                 _fenced.append(engine)
+
+    def unfence(self, engine: Engine) -> None:
+        """None of the engine's memory must stay any longer."""
+        with self.pump.lock, contextlib.suppress(ValueError):
+            _fenced.remove(engine)
 
     def ask_about_lost(self) -> None:
         """Where the daemon that lost us lives on, ask it which operations it still has: no process will end to prove
@@ -411,8 +419,9 @@ class Client:
                 ticket.cancel()
             for ticket in tickets:
                 ticket.wait_rows_free(max(until_s - time.monotonic(), 0.0))
+            engine.unregister(deadline_s=max(until_s - time.monotonic(), 0.001))
         except StratadError:
-            pass  # the daemon has gone: what can be proved is proved later
+            pass  # the daemon has gone, or is slow: what can be proved is proved later
 
     def _register_call(
         self,
@@ -451,10 +460,19 @@ class Client:
         return Call("show", lambda _, seq: Show(seq, namespace, conversation), ImageDetail, until_s, retry=True)
 
 
-def _reply(call: Call, kind: type[ReplyT], *, lost_is_done: bool) -> ReplyT:
-    if call.error is not None and not (lost_is_done and isinstance(call.error, Lost)):
+def _reply(call: Call, kind: type[ReplyT]) -> ReplyT:
+    if call.error is not None:
         raise call.error.with_traceback(None)
     return cast("ReplyT", call.reply)
+
+
+def _no_daemon(paths: SocketPaths, deadline_s: float, failure: StratadError | None) -> DeadlineExceeded:
+    why = f" ({failure.message})" if failure is not None else ""
+    return DeadlineExceeded(
+        "deadline",
+        f"no daemon answered at {paths.directory} within {deadline_s:.3g} s: start one with `stratad`, or name its "
+        f"run_dir and instance{why}",
+    )
 
 
 def _check_deadline(deadline_s: float) -> None:
@@ -463,7 +481,8 @@ def _check_deadline(deadline_s: float) -> None:
 
 
 def _release_fenced() -> None:
-    _fenced[:] = [engine for engine in _fenced if engine.still_fenced()]
+    for engine in list(_fenced):
+        engine.let_go()
 
 
 def _forget_in_child() -> None:

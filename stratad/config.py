@@ -20,6 +20,8 @@ from msgspec import Meta
 from ipc.rundir import RunDirError, check_socket_path
 from shm.extent import GRANULE_BYTES
 from shm.shuttle import MAX_SHUTTLE_BYTES
+from stratad import __version__
+from stratad.config_text import MEANINGS, SIZE_FORM, exact_size, in_words
 from stratad.devices import Devices, parse_devices
 from stratad.paths import PathError, default_run_dir, default_state_dir, socket_paths
 
@@ -45,8 +47,6 @@ class DaemonConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_dir: str = "auto"
     state_dir: str = "auto"
     devices: Devices = Devices("auto")
-    # Importing torch takes seconds on a busy host.
-    template_boot_s: Seconds = 60.0
 
 
 class RamConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,9 +54,7 @@ class RamConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     budget_bytes: Budget = "auto"
     budget_images: Count = 100_000
-    shuttle_bytes: Annotated[int, Meta(ge=2 * GRANULE_BYTES, le=MAX_SHUTTLE_BYTES, multiple_of=GRANULE_BYTES)] = (
-        256 * MIB
-    )
+    shuttle_bytes: ShuttleSize = 256 * MIB
     prefault: bool = False
 
 
@@ -151,6 +149,24 @@ _FLAGS: Final = {
     "state_dir": "daemon.state_dir",
     "devices": "daemon.devices",
 }
+_FLAG_FORMS: Final = {
+    "instance": ("NAME", "default: default"),
+    "run_dir": ("DIR", "default: $RUNTIME_DIRECTORY, /run/stratad for root, else $XDG_RUNTIME_DIR/stratad"),
+    "state_dir": (
+        "DIR",
+        "default: $STATE_DIRECTORY, /var/lib/stratad for root, $XDG_STATE_HOME/stratad, else ~/.local/state/stratad",
+    ),
+    "devices": ("auto|cpu:N|cuda:all|UUID,...", "default: auto"),
+}
+_EPILOG: Final = """\
+Flags go before the environment (STRATAD_<SECTION>_<KEY>), that before the file, that before the defaults.
+
+exit codes:
+  0  stopped
+  1  cannot start
+  2  bad configuration
+  3  the instance is served by another daemon, or belongs to another user
+"""
 _SIZE: Final = re.compile(r"([0-9]{1,18})\s*(B|KiB|MiB|GiB|TiB)?")
 _UNITS: Final = {None: 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1024 * GIB}
 _ENVIRON_PREFIX: Final = "STRATAD_"
@@ -186,25 +202,43 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
 
 
 def render_config(config: Config) -> str:
-    """The configuration as a TOML file that reads back as the same."""
+    """The configuration as a TOML file that reads back as the same, with the meaning of every setting above it."""
     lines: list[str] = []
     for section in _SECTIONS:
         lines.append(f"[{section}]")
         values = getattr(config, section)
         for field in msgspec.structs.fields(values):
             value = getattr(values, field.name)
+            lines.append(f"# {MEANINGS[f'{section}.{field.name}']}")
             lines.append(f"{field.name} = {_toml(value)}{_remark(field.name, value)}")
         lines.append("")
     return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="stratad", description="Parks and restores K/V.", allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", help="TOML file with the settings")
-    parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="one setting")
-    parser.add_argument("--print-config", action="store_true", help="show every setting as TOML, then exit")
+    parser = argparse.ArgumentParser(
+        prog="stratad",
+        description="The daemon that parks and restores the K/V of engines on this host. Runs until SIGTERM or SIGINT.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"stratad {__version__}")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with the settings (default: none)")
+    parser.add_argument(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help='one setting, may be given often; sizes also as "256MiB" (default: none)',
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="show every setting with its meaning as TOML, then exit"
+    )
     for flag, key in _FLAGS.items():
-        parser.add_argument(f"--{flag.replace('_', '-')}", dest=flag, help=f"short for --set {key}=...")
+        metavar, default = _FLAG_FORMS[flag]
+        text = f"{MEANINGS[key]}; short for --set {key}=... ({default})"
+        parser.add_argument(f"--{flag.replace('_', '-')}", dest=flag, metavar=metavar, help=text)
     return parser
 
 
@@ -272,7 +306,7 @@ def _convert(key: str, given: _Given) -> object:
         if isinstance(value, str) and key.endswith("_bytes") and value != "auto":
             size = _SIZE.fullmatch(value.strip())
             if size is None:
-                raise ValueError('expected bytes, or a size such as "256MiB"')
+                raise ValueError(f"expected {SIZE_FORM}")
             value = int(size[1]) * _UNITS[size[2]]
         choices = get_args(_KEYS[key]) if get_origin(_KEYS[key]) is Literal else ()
         if choices and value not in choices:
@@ -285,7 +319,7 @@ def _convert(key: str, given: _Given) -> object:
         if key in ("daemon.run_dir", "daemon.state_dir") and not Path(str(converted)).is_absolute():
             raise ValueError("expected an absolute path")
     except ValueError as exc:  # msgspec's ValidationError is one
-        raise ConfigError(f"{key} = {given.value!r} ({given.source}): {exc}") from exc
+        raise ConfigError(f"{key} = {given.value!r} ({given.source}): {in_words(key, str(exc))}") from exc
     return converted
 
 
@@ -317,8 +351,6 @@ def _toml(value: object) -> str:
 
 
 def _remark(name: str, value: object) -> str:
-    if isinstance(value, int) and name.endswith("_bytes"):
-        for unit in ("GiB", "MiB", "KiB"):
-            if value and value % _UNITS[unit] == 0:
-                return f"  # {value // _UNITS[unit]} {unit}"
+    if isinstance(value, int) and name.endswith("_bytes") and value >= KIB:
+        return f"  # {exact_size(value)}"
     return ""

@@ -14,6 +14,7 @@ from ipc.lifeline import LifelineServer
 from ipc.logs import fields
 from ipc.messages import WorkerSpec
 from ipc.server import RouterServer
+from shm.extent import GRANULE_BYTES
 from shm.headroom import memory_headroom
 from shm.janitor import remove_segments
 from shm.shuttle import MOUNT
@@ -36,6 +37,7 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 DEFAULT_CPU_WORKERS: Final = 2
 # `auto` takes this share of what the host and /dev/shm have left: enough to be of use, never the host's end.
 AUTO_SHARE: Final = 0.25
+LEAST_SHUTTLE_BYTES: Final = 2 * GRANULE_BYTES  # a header and a chunk
 TEMPLATE_END_S: Final = 1.0
 
 
@@ -57,7 +59,8 @@ def run(config: Config) -> int:
         settings = _settings(config, devices)
         endpoints = Endpoints(
             RouterServer.bind(paths.client, max_message_bytes=config.limits.max_message_bytes),
-            RouterServer.bind(paths.worker, max_message_bytes=config.limits.max_message_bytes),
+            # Ours alone: whoever came first under a worker's identity would lock the real one out.
+            RouterServer.bind(paths.worker, max_message_bytes=config.limits.max_message_bytes, mode=0o600),
             LifelineServer.listen(paths.life),
         )
         stack.callback(_unlink_sockets, paths)
@@ -86,6 +89,7 @@ def run(config: Config) -> int:
         gc.freeze()
         gc.disable()
         supervisor.run()
+        remove_segments(config.daemon.instance)
         log.info("stopped")
     return 0
 
@@ -119,8 +123,20 @@ def _settings(config: Config, devices: list[DeviceSpec]) -> Settings:
         budget_bytes = int(min(headroom.free_bytes, free_bytes) * AUTO_SHARE)
         source = f"a quarter of the least of {headroom.limited_by} and {MOUNT}"
         log.info("memory budget", extra=fields(budget_bytes=budget_bytes, source=source))
-    shuttle_bytes = config.ram.shuttle_bytes
-    arena_bytes = max(budget_bytes // len(devices), shuttle_bytes)
+    else:
+        _warn_of_budget(budget_bytes)
+    arena_bytes = budget_bytes // len(devices)
+    shuttle_bytes = min(config.ram.shuttle_bytes, arena_bytes // GRANULE_BYTES * GRANULE_BYTES)
+    if shuttle_bytes < LEAST_SHUTTLE_BYTES:
+        raise ValueError(
+            f"ram.budget_bytes = {budget_bytes} leaves {arena_bytes} bytes to each of {len(devices)} devices, "
+            f"a shuttle needs at least {LEAST_SHUTTLE_BYTES}"
+        )
+    if shuttle_bytes < config.ram.shuttle_bytes:
+        log.warning(
+            "shuttles are smaller than configured, so that the arenas stay within the budget",
+            extra=fields(shuttle_bytes=shuttle_bytes, budget_bytes=budget_bytes),
+        )
     restarts = config.restarts
     return Settings(
         instance=config.daemon.instance,
@@ -152,6 +168,21 @@ def _settings(config: Config, devices: list[DeviceSpec]) -> Settings:
             ("cpu_device.link_bytes_per_s", str(config.cpu_device.link_bytes_per_s)),
         ),
     )
+
+
+def _warn_of_budget(budget_bytes: int) -> None:
+    """Say at the start what captures would meet later: more was allowed than there is."""
+    headroom, free_bytes = memory_headroom(), shutil.disk_usage(MOUNT).free
+    if budget_bytes > min(headroom.free_bytes, free_bytes):
+        log.warning(
+            "the budget is larger than what there is now",
+            extra=fields(
+                budget_bytes=budget_bytes,
+                memory_free_bytes=headroom.free_bytes,
+                limited_by=headroom.limited_by,
+                shm_free_bytes=free_bytes,
+            ),
+        )
 
 
 def _spec(config: Config, paths: SocketPaths, key: bytes, device: DeviceSpec) -> WorkerSpec:

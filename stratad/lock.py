@@ -27,16 +27,18 @@ class InstanceLock:
         """Take the lock.
 
         Raises:
-            InstanceLocked: another daemon has it.
-            OSError: the file cannot be made, or belongs to another user.
+            InstanceLocked: another daemon has it, or it belongs to another user.
+            OSError: the file cannot be made.
         """
         path = Path(MOUNT) / f"stratad.{instance}.lock"
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                status = os.fstat(descriptor)
-                if status.st_uid != os.geteuid():
-                    raise PermissionError(f"{path} belongs to uid {status.st_uid}, expected {os.geteuid()}")
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            except PermissionError:
+                _refuse_foreign(path, instance)
+                raise
+            try:
+                _refuse_foreign(path, instance)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -68,3 +70,14 @@ def _same_file(descriptor: int, path: Path) -> bool:
     except FileNotFoundError:
         return False
     return os.path.samestat(os.fstat(descriptor), there)
+
+
+def _refuse_foreign(path: Path, instance: str) -> None:
+    try:
+        owner = path.lstat().st_uid
+    except FileNotFoundError:
+        return
+    if owner != os.geteuid():
+        raise InstanceLocked(
+            f"instance {instance!r} belongs to uid {owner}, this is uid {os.geteuid()}: choose another with --instance"
+        )

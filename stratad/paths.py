@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shm.header import INSTANCE_PATTERN
+from stratad.config_text import INSTANCE_FORM
 
 
 class PathError(ValueError):
@@ -29,7 +30,7 @@ def socket_paths(run_dir: Path, instance: str) -> SocketPaths:
         PathError: the name is no instance name.
     """
     if not re.fullmatch(INSTANCE_PATTERN, instance):
-        raise PathError(f"instance {instance!r} does not match {INSTANCE_PATTERN}")
+        raise PathError(f"instance {instance!r}: expected {INSTANCE_FORM}")
     directory = run_dir / instance
     return SocketPaths(directory, directory / "client.sock", directory / "worker.sock", directory / "life.sock")
 

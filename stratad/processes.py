@@ -20,6 +20,8 @@ from ipc.messages import Exited, Forked, TemplateNews, TemplateReady, WorkerSpec
 PACKET_BYTES: Final = 256 * 1024
 STATUS_WAIT_S: Final = 0.05
 TEMPLATE_BACKOFF_S: Final = 1.0
+# A template that has taken an order and has not forked this long after the order was to be undone does not work.
+UNFORKED_S: Final = 2.0
 
 
 def describe_status(status: int) -> str:
@@ -129,7 +131,11 @@ class Processes:
     workers: dict[str, WorkerProc] = field(default_factory=dict)
     started: int = 0
     next_start_s: float = 0.0
+    start_error: str = ""
     waiting: list[WorkerSpec] = field(default_factory=list)
+    unforked: dict[str, float] = field(
+        default_factory=dict
+    )  # worker that is to be killed but was not forked: until when
     dying: int = 0  # workers whose end is proven and whose exit status is still awaited
 
     def spawn(self, spec: WorkerSpec, now_s: float) -> None:
@@ -138,14 +144,22 @@ class Processes:
         self.tend(now_s)
 
     def tend(self, now_s: float) -> None:
-        """Start a template where one is needed and due, and pass waiting orders on."""
+        """Start a template where one is needed and due, and pass waiting orders on.
+
+        A template that cannot be started now (`start_error` says why) is tried again later; the orders wait.
+        """
         if not self.waiting:
             return
         if self.template is None:
             if now_s < self.next_start_s:
                 return
             self.next_start_s = now_s + TEMPLATE_BACKOFF_S
-            self.template = Template.start(import_torch=self.import_torch)
+            try:
+                self.template = Template.start(import_torch=self.import_torch)
+            except OSError as exc:
+                self.start_error = str(exc)
+                return
+            self.start_error = ""
             self.started += 1
         while self.waiting:
             try:
@@ -162,12 +176,15 @@ class Processes:
         for news, pidfd in self.template.news():
             match news:
                 case Forked():
-                    if pidfd < 0:
+                    if pidfd < 0:  # it came without: we have no free descriptor. Unseen it must not live.
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(news.pid, signal.SIGKILL)
                         continue
                     old = self.workers.pop(news.worker, None)
                     assert old is None, "a worker is started again only after its end was told"
                     proc = WorkerProc(news.worker, news.generation, news.pid, pidfd)
                     self.workers[news.worker] = proc
+                    self.unforked.pop(news.worker, None)
                     forked.append(proc)
                 case Exited():
                     for proc in self.workers.values():
@@ -186,6 +203,7 @@ class Processes:
             status = os.waitstatus_to_exitcode(wait_status)
         self.template.close()
         self.template = None
+        self.unforked.clear()
         return status
 
     def reap_orphans(self) -> None:
@@ -219,12 +237,30 @@ class Processes:
             found.append((proc, describe_status(proc.status) if proc.status is not None else "ended"))
         return found
 
-    def kill(self, worker: str, generation: int) -> None:
-        """SIGKILL exactly this generation of a worker."""
+    def kill(self, worker: str, generation: int, now_s: float) -> bool:
+        """SIGKILL exactly this generation of a worker. False: its order was still waiting here and is dropped, so there
+        is no process and will be none. One that the template has yet to fork is killed when it comes (see
+        `hung_template`).
+        """
         proc = self.workers.get(worker)
         if proc is not None and proc.generation == generation:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(proc.pidfd, signal.SIGKILL)
+            return True
+        for spec in self.waiting:
+            if spec.worker == worker and spec.generation == generation:
+                self.waiting.remove(spec)
+                return False
+        self.unforked.setdefault(worker, now_s + UNFORKED_S)
+        return True
+
+    def hung_template(self, now_s: float) -> bool:
+        """Whether the template owes a worker for too long: then it is killed, and its end answers for what it owes."""
+        if self.template is None or all(now_s < until_s for until_s in self.unforked.values()):
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.template.pidfd, signal.SIGKILL)
+        return True
 
     def by_pid(self, pid: int) -> WorkerProc | None:
         """The worker that runs as `pid`."""

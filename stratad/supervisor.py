@@ -1,5 +1,6 @@
 """The only poll loop of the daemon: sockets and processes in, the core's effects out."""
 
+import functools
 import logging
 import os
 import select
@@ -52,6 +53,8 @@ log = logging.getLogger(__name__)
 LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 RECEIVE_LIMIT: Final = 64
 BAD_FRAME_LIMIT: Final = 16
+ACCEPT_LIMIT: Final = 16
+HELLO_BYTES: Final = 1024  # more is not read of a peer that nobody has vouched for
 LONGEST_WAIT_S: Final = 60.0
 
 
@@ -113,6 +116,7 @@ class Supervisor:
         self._worker_identities: dict[bytes, str] = {}
         self._unclaimed: dict[int, Lifeline] = {}
         self._next_client = 1
+        self._dropped: list[int] = []  # clients to drop once the effects in hand are done
         self._poller = zmq.Poller()
         self._epoll = select.epoll()  # all plain descriptors, so that the poller has three entries and not one for each
         self._handlers: dict[int, Callable[[], None]] = {}
@@ -129,7 +133,8 @@ class Supervisor:
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._poller.register(self._epoll.fileno(), zmq.POLLIN)
         self._watch(self._listener.fileno(), self._on_connect)
-        self._perform(self._core.tick(self._tell_time()))
+        self._tell_time()
+        self._event(self._core.tick)
         while not (self._core.stopped and not self._processes.workers):
             self._turn()
         self._perform(self._core.unlink_all())
@@ -144,18 +149,22 @@ class Supervisor:
         if self._epoll.fileno() in ready:
             for descriptor, _ in self._epoll.poll(0):
                 handler = self._handlers.get(descriptor)
-                if handler is not None:  # an earlier handler of this turn may have closed it
+                if handler is None:  # an earlier handler of this turn may have closed it
+                    continue
+                try:
                     handler()
+                except Exception:  # noqa: BLE001 - out of descriptors, say: one peer's trouble, not everybody's end
+                    self._bug("descriptor", getattr(handler, "__name__", "handler"))
         self._on_processes(now)
         if self._core.due_s <= now.now_s:
-            self._perform(self._core.tick(now))
+            self._event(self._core.tick)
         if self._clients.pending_count:
             self._clients.flush()
         if self._workers.pending_count:
             self._workers.flush()
         if self._stop_deadline_s is not None and self._stop_deadline_s <= now.now_s:
             self._stop_deadline_s = None
-            self._perform(self._core.kill_all("the time for a graceful stop is over", now))
+            self._event(lambda at: self._core.kill_all("the time for a graceful stop is over", at))
 
     def _wait_ms(self) -> int:
         now_s = time.monotonic()
@@ -163,7 +172,10 @@ class Supervisor:
         if self._stop_deadline_s is not None:
             wait_s = min(wait_s, self._stop_deadline_s - now_s)
         if self._processes.waiting:
-            wait_s = min(wait_s, self._processes.next_start_s - now_s)
+            next_s = self._processes.next_start_s - now_s
+            wait_s = min(wait_s, next_s if self._processes.template is None else FLUSH_S)
+        if self._processes.unforked:
+            wait_s = min(wait_s, max(min(self._processes.unforked.values()) - now_s, FLUSH_S))
         if self._processes.dying or self._clients.pending_count or self._workers.pending_count:
             wait_s = min(wait_s, FLUSH_S)
         return max(int(wait_s * 1000) + 1, 0) if wait_s > 0 else 0
@@ -204,13 +216,18 @@ class Supervisor:
                 return
             log.info("stopping", extra=fields(within_s=self._stop_s))
             self._stop_deadline_s = time.monotonic() + self._stop_s
-            self._perform(self._core.stop(self._now))
+            self._event(self._core.stop)
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
     def _on_processes(self, now: Instant) -> None:
         """What the template and the kernel say about processes; cheap when there is nothing."""
         self._processes.tend(now.now_s)
+        if self._processes.start_error:
+            log.error("template cannot be started", extra=fields(why=self._processes.start_error))
+            self._processes.start_error = ""
+        if self._processes.unforked and self._processes.hung_template(now.now_s):
+            log.error("template hangs: killing it", extra=fields(owes=",".join(self._processes.unforked)))
         template = self._processes.template
         if template is not None and template.pidfd not in self._handlers:
             self._watch(template.pidfd, self._on_template_gone)
@@ -220,18 +237,20 @@ class Supervisor:
             self._on_worker_gone()
 
     def _on_template(self) -> None:
+        """Read the template's news: workers that it forked, exit statuses that it reaped."""
+        if self._processes.template is None:
+            return
         for proc in self._processes.take_news():
             self._watch(proc.pidfd, self._on_worker_gone)
             try:
                 ticks = start_ticks(proc.pid)
-            except ProcessLookupError:
+            except OSError:  # it has ended already, or there is no descriptor to read /proc with
                 ticks = 0
-            self._perform(self._core.worker_forked(proc.worker, proc.generation, proc.pid, ticks, self._now))
+            forked = functools.partial(self._core.worker_forked, proc.worker, proc.generation, proc.pid, ticks)
+            self._event(forked)
             lifeline = self._unclaimed.pop(proc.pid, None)
             if lifeline is not None:
                 self._adopt_worker_lifeline(proc.worker, lifeline)
-        if self._processes.dying:
-            self._on_worker_gone()
 
     def _on_template_gone(self) -> None:
         template = self._processes.template
@@ -247,15 +266,13 @@ class Supervisor:
         # An order that the dead template had taken but not carried out: no process ever lived for it.
         ordered = {spec.worker for spec in self._processes.waiting}
         for name in lost:
-            if name not in ordered:
+            if name not in ordered and name in self._worker_links:
                 self._worker_ended(name, self._worker_links[name].generation, "the template died before it was forked")
 
     def _on_worker_gone(self) -> None:
-        if self._processes.template is not None:
-            for proc in self._processes.take_news():
-                self._watch(proc.pidfd, self._on_worker_gone)
+        self._on_template()
         self._processes.reap_orphans()
-        gone = self._processes.gone(time.monotonic())
+        gone = self._processes.gone(self._now.now_s)
         for proc in self._processes.workers.values():
             if proc.gone_s is not None:
                 self._unwatch(proc.pidfd)  # readable for good: the loop only waits for the exit status now
@@ -272,25 +289,33 @@ class Supervisor:
             self._workers.forget(link.identity)
             if link.lifeline is not None:
                 self._close_lifeline(link.lifeline)
-        self._perform(self._core.worker_gone(worker, generation, reason, self._now))
+        self._event(lambda at: self._core.worker_gone(worker, generation, reason, at))
 
     # --- lifelines ----------------------------------------------------------------------------------------------------
 
     def _on_connect(self) -> None:
-        while (lifeline := self._listener.accept(self._core.state.settings.start_id)) is not None:
+        for _ in range(ACCEPT_LIMIT):
+            lifeline = self._listener.accept(self._core.state.settings.start_id)
+            if lifeline is None:
+                return
             pid = lifeline.peer.pid
             self._on_template_news_before(pid)
             proc = self._processes.by_pid(pid)
             if proc is not None:
                 self._adopt_worker_lifeline(proc.worker, lifeline)
-            elif self._processes.template is not None and _parent(pid) == self._processes.template.pid:
+            elif self._awaits_fork and self._processes.template and _parent(pid) == self._processes.template.pid:
                 self._unclaimed[pid] = lifeline
             else:
                 self._add_client(lifeline)
 
+    @property
+    def _awaits_fork(self) -> bool:
+        """Whether a worker was ordered whose process has not been reported."""
+        return any(name not in self._processes.workers for name in self._worker_links)
+
     def _on_template_news_before(self, pid: int) -> None:
         """A worker may connect before the news of its fork was read."""
-        if self._processes.by_pid(pid) is None and self._processes.template is not None:
+        if self._processes.by_pid(pid) is None:
             self._on_template()
 
     def _adopt_worker_lifeline(self, worker: str, lifeline: Lifeline) -> None:
@@ -305,6 +330,9 @@ class Supervisor:
         """Its end says that the worker is going; only its pidfd says that it is gone."""
         if lifeline.drain() is Life.ENDED:
             self._unwatch(lifeline.fileno())
+            for link in self._worker_links.values():
+                if link.lifeline is lifeline:
+                    link.greeted = False  # whoever speaks in its name from now on is somebody else
 
     def _add_client(self, lifeline: Lifeline) -> None:
         client = self._next_client
@@ -314,7 +342,7 @@ class Supervisor:
         self._by_token[lifeline.token] = link
         self._watch(lifeline.fileno(), lambda: self._on_client_lifeline(link))
         peer = lifeline.peer
-        self._perform(self._core.client_connected(client, peer.pid, peer.uid, peer.start_ticks, self._now))
+        self._event(lambda at: self._core.client_connected(client, peer.pid, peer.uid, peer.start_ticks, at))
 
     def _on_client_lifeline(self, link: ClientLink) -> None:
         if link.lifeline.drain() is Life.ENDED:
@@ -327,7 +355,7 @@ class Supervisor:
         self._by_identity.pop(link.identity, None)
         self._clients.forget(link.identity)
         self._close_lifeline(link.lifeline)
-        self._perform(self._core.client_gone(link.client, self._now))
+        self._event(lambda at: self._core.client_gone(link.client, at))
         for descriptor in link.descriptors.values():
             os.close(descriptor)
         link.descriptors.clear()
@@ -341,6 +369,9 @@ class Supervisor:
     def _on_clients(self) -> None:
         for incoming in self._clients.recv_all(RECEIVE_LIMIT):
             link = self._by_identity.get(incoming.peer)
+            if link is None and len(incoming.frame) > HELLO_BYTES:
+                self._refuse(incoming.peer, -1, "hello_first", "the first message of a connection must be 'hello'")
+                continue
             try:
                 request = decode(_one_frame(incoming), Request)
             except BadFrame as bad:
@@ -391,16 +422,17 @@ class Supervisor:
 
     def _on_workers(self) -> None:
         for incoming in self._workers.recv_all(RECEIVE_LIMIT):
-            try:
-                report = decode(_one_frame(incoming), Report)
-            except BadFrame as bad:
-                log.error("bad frame of a worker", extra=fields(peer=repr(incoming.peer), why=bad.message))
-                continue
             worker = self._worker_identities.get(incoming.peer)
             link = self._worker_links.get(worker) if worker is not None else None
             if worker is None or link is None:
+                continue  # nobody we started: not even read
+            try:
+                report = decode(_one_frame(incoming), Report)
+            except BadFrame as bad:
+                log.error("bad frame of a worker", extra=fields(worker=worker, why=bad.message))
                 continue
             if isinstance(report, WorkerHello):
+                self._on_template()  # the core must know the process before the process says anything
                 link.greeted = report.token == link.token and report.worker == worker
                 if not link.greeted:
                     log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
@@ -418,7 +450,17 @@ class Supervisor:
 
     # --- effects ------------------------------------------------------------------------------------------------------
 
+    def _event(self, event: Callable[[Instant], list[Effect]]) -> None:
+        """Tell the core something and do what it says. A bug of ours must not end the daemon and every image in it."""
+        try:
+            effects = event(self._now)
+        except Exception:  # noqa: BLE001
+            self._bug("event", getattr(event, "__name__", "event"))
+            return
+        self._perform(effects)
+
     def _perform(self, effects: Iterable[Effect]) -> None:
+        """Carry effects out in order; clients that are to be dropped go after the last, since their end has effects."""
         for effect in effects:
             match effect:
                 case SendTo():
@@ -434,16 +476,22 @@ class Supervisor:
                 case SpawnWorker():
                     self._spawn(effect)
                 case KillWorker():
-                    log.warning("killing worker", extra=fields(worker=effect.worker, why=effect.reason))
-                    self._processes.kill(effect.worker, effect.generation)
+                    self._kill(effect)
                 case UnlinkSegment():
                     unlink(effect.segment)
                 case DropClient():
-                    link = self._links.get(effect.client)
-                    if link is not None:
-                        self._drop_client(link)
+                    self._dropped.append(effect.client)
                 case _:
                     assert_never(effect)
+        while self._dropped:
+            link = self._links.get(self._dropped.pop(0))
+            if link is not None:
+                self._drop_client(link)
+
+    def _kill(self, effect: KillWorker) -> None:
+        log.warning("killing worker", extra=fields(worker=effect.worker, why=effect.reason))
+        if not self._processes.kill(effect.worker, effect.generation, self._now.now_s):
+            self._worker_ended(effect.worker, effect.generation, "it was never started")
 
     def _send_to(self, effect: SendTo) -> None:
         link = self._worker_links.get(effect.worker)
@@ -454,7 +502,7 @@ class Supervisor:
             return
         if link is not None and (sent is not Sent.UNREACHABLE or isinstance(effect.command, StopWorker)):
             # It does not read, or it has not even connected when it is told to stop: its end answers for it.
-            self._processes.kill(effect.worker, link.generation)
+            self._processes.kill(effect.worker, link.generation, self._now.now_s)
 
     def _reply_to(self, client: int, message: Reply) -> None:
         link = self._links.get(client)
@@ -507,23 +555,28 @@ class Supervisor:
 
     def _close_descriptor(self, effect: CloseDescriptor) -> None:
         link = self._links.get(effect.client)
-        if link is not None and effect.descriptor in link.descriptors:
-            os.close(link.descriptors.pop(effect.descriptor))
+        if link is None:
+            return
+        descriptor = link.descriptors.pop(effect.descriptor, None)
+        if descriptor is None:  # it was never forwarded: it may still lie in the lifeline
+            link.lifeline.drain()
+            try:
+                descriptor = link.lifeline.take(effect.descriptor)
+            except KeyError:
+                return
+        os.close(descriptor)
 
     def _spawn(self, effect: SpawnWorker) -> None:
         token = os.urandom(16)
         plan = self._plans[effect.worker]
         faults = faults_of(plan.faults, effect.generation)
-        spec = msgspec.structs.replace(plan, generation=effect.generation, token=token, faults=faults)
-        identity = f"{effect.worker}#{effect.generation}".encode()
+        identity = f"{effect.worker}#{effect.generation}#".encode() + os.urandom(16)
+        spec = msgspec.structs.replace(
+            plan, generation=effect.generation, token=token, identity=identity, faults=faults
+        )
         self._worker_links[effect.worker] = WorkerLink(effect.generation, token, identity)
         self._worker_identities[identity] = effect.worker
-        try:
-            self._processes.spawn(spec, time.monotonic())
-        except OSError as exc:
-            log.error("template could not be started", extra=fields(why=str(exc)))
-            self._processes.waiting.clear()
-            self._worker_ended(effect.worker, effect.generation, f"the template could not be started: {exc}")
+        self._processes.spawn(spec, self._now.now_s)
 
     # --- end ----------------------------------------------------------------------------------------------------------
 
@@ -574,5 +627,5 @@ def _parent(pid: int) -> int:
     """Parent of a process, or -1."""
     try:
         return psutil.Process(pid).ppid() if pid > 0 else -1
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return -1

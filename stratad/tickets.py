@@ -6,10 +6,13 @@
 A deadline or a lost connection ends the caller's waiting, never the operation. `rows_busy` stays true until a final
 reply came, or every worker process that served the operation is proven gone, or the daemon, asked again, no longer
 knows the operation.
+
+The daemon holds the image of a take for its engine until the engine acknowledges it, which `result` does, or releases
+it. A take whose caller gave it up, by `cancel` or by running into its own deadline, and then waits in no `result` when
+its rows are restored after all, is released: the image stays, and may be taken again.
 """
 
 import math
-import select
 import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
 from ipc.messages import Captured, Restored
 from stratad._arguments import StageRows
 from stratad._calls import ACCEPTED, FINAL, QUEUED, SENT, SOURCE_FREE, Call
-from stratad._proofs import WorkerProof
+from stratad._proofs import WorkerProof, wait_for_end
 from stratad._pump import Pump
 from stratad.errors import Cancelled, DeadlineExceeded, StratadError
 
@@ -49,8 +52,10 @@ class Ticket(Generic[ResultT_co]):
         rows: tuple[StageRows, ...],
         slot: int,
         cancel: Callable[[int], None],
-        acknowledge: Callable[[int, float], Call] | None,
+        acknowledge: Callable[[int, float], Call] | None = None,
+        release: Callable[[bytes, int, int], None] | None = None,
     ) -> None:
+        """Takes have both `acknowledge(image_id, until_s)` and `release(start_id, engine_id, image_id)`."""
         self.kind: Final = kind
         self.slot: Final = slot
         self._pump = pump
@@ -59,7 +64,12 @@ class Ticket(Generic[ResultT_co]):
         self._send_cancel = cancel
         self._make_acknowledgement = acknowledge
         self._acknowledgement: Call | None = None
+        self._send_release = release
         self._cancelled = False
+        # Of takes: nobody wants the image any more, callers that wait in `result`, the image was released.
+        self._given_up = False
+        self._wanted = 0
+        self._released = False
         # Of the last sending: who may touch the rows, and what the daemon called us.
         self._workers: tuple[WorkerProof, ...] = ()
         self._start_id = b""
@@ -94,8 +104,14 @@ class Ticket(Generic[ResultT_co]):
         return self._call.level == FINAL
 
     def cancel(self) -> None:
-        """Ask the daemon to stop between two slices; `result` then raises `Cancelled` unless the end came first."""
+        """Ask the daemon to stop between two slices; `result` then raises `Cancelled` unless the end came first.
+
+        A take of which no thread waits for the result is released if its rows are, or will be, restored nevertheless;
+        `result` then raises `Cancelled` too, with ``detail["restored"]`` set to ``"true"``.
+        """
         with self._pump.lock:
+            self._given_up = True
+            self._release_if_given_up()
             if not self._cancelled and self._call.level != FINAL:
                 self._cancelled = True
                 if self._call.level == QUEUED:
@@ -120,7 +136,7 @@ class Ticket(Generic[ResultT_co]):
             raise self._call.error.with_traceback(None)
 
     def result(self, deadline_s: float | None = None) -> ResultT_co:
-        """Wait for the end; a take is then acknowledged, and the daemon's answer to that waited for.
+        """Wait for the end; a take that was not released is then acknowledged, and the daemon's answer waited for.
 
         `deadline_s` counts from now; None: the operation's own deadline. The call may be repeated, also after a
         `DeadlineExceeded`.
@@ -130,12 +146,17 @@ class Ticket(Generic[ResultT_co]):
             Lost: the daemon died; see `rows_busy`. For a take whose rows are restored but whose acknowledgement was
             lost,
                 ``detail["restored"]`` is ``"true"`` and the image may be there still.
+            Cancelled: it was cancelled; or it is a take that was released, see `cancel`.
             StratadError: the operation failed.
         """
         until_s = self._until_s(deadline_s)
-        if not self._pump.wait(self._call, FINAL, until_s):
-            raise self._expire()
-        acknowledgement = self._acknowledge(until_s)
+        self._want(1)
+        try:
+            if not self._pump.wait(self._call, FINAL, until_s):
+                raise self._expire()
+            acknowledgement = self._acknowledge(until_s)
+        finally:
+            self._want(-1)
         if acknowledgement is not None and not self._pump.wait(acknowledgement, FINAL, until_s):
             raise self._pump.deadline_error(acknowledgement)
         return self._outcome()
@@ -161,7 +182,7 @@ class Ticket(Generic[ResultT_co]):
             if self._call.level < FINAL:
                 self._pump.wait(self._call, SOURCE_FREE, min(until_s, time.monotonic() + _LOOK_S))
             else:
-                self._wait_for_workers(min(left_s, _LOOK_S))
+                wait_for_end(self._workers, min(left_s, _LOOK_S))
         return True
 
     # --- for the engine, under the pump's lock -----------------------------------------------------------------------
@@ -225,12 +246,38 @@ class Ticket(Generic[ResultT_co]):
             # Either the workers died with their daemon, or one was replaced and the news of it died with the daemon.
             # That unknown one ends as well, if only a little later.
             self._not_before_s = time.monotonic() + OUTLIVES_S
+        self._release_if_given_up()
+
+    def _want(self, change: int) -> None:
+        """A caller begins (1) or ends (-1) to wait for the result of a take."""
+        if self._send_release is not None:
+            with self._pump.lock:
+                self._wanted += change
+                self._release_if_given_up()
+
+    def _release_if_given_up(self) -> None:
+        """Let go of an image that was taken for nobody. Under the lock."""
+        reply = self._call.reply
+        if (
+            self._send_release is not None
+            and self._given_up
+            and not self._wanted
+            and self._acknowledgement is None
+            and not self._released
+            and isinstance(reply, Restored)
+        ):
+            self._released = True
+            self._send_release(self._start_id, self._engine_id, reply.image_id)
 
     async def _result_async(self) -> ResultT_co:
         until_s = self._until_s(None)
-        if not await self._pump.wait_async(self._call, FINAL, until_s):
-            raise self._expire()
-        acknowledgement = self._acknowledge(until_s)
+        self._want(1)
+        try:
+            if not await self._pump.wait_async(self._call, FINAL, until_s):
+                raise self._expire()
+            acknowledgement = self._acknowledge(until_s)
+        finally:
+            self._want(-1)
         if acknowledgement is not None and not await self._pump.wait_async(acknowledgement, FINAL, until_s):
             raise self._pump.deadline_error(acknowledgement)
         return self._outcome()
@@ -246,12 +293,13 @@ class Ticket(Generic[ResultT_co]):
         """A wait ended without its event; past the operation's own deadline the operation is stopped as well."""
         call = self._call
         with self._pump.lock:
+            past = time.monotonic() >= call.until_s
+            if past and call.level > QUEUED:
+                self.cancel()
             if call.level == FINAL:  # it came in the last moment: the next call of `result` says which end
                 return DeadlineExceeded("deadline", f"{call.name}: no final reply in time")
             error = self._pump.deadline_error(call)
-            if time.monotonic() >= call.until_s:
-                if call.level > QUEUED:
-                    self.cancel()
+            if past:
                 self._pump.abandon(call, keep=True)
             return error
 
@@ -259,7 +307,7 @@ class Ticket(Generic[ResultT_co]):
         if self._make_acknowledgement is None or self._call.error is not None:
             return None
         with self._pump.lock:
-            if self._acknowledgement is None:
+            if self._acknowledgement is None and not self._released:
                 image_id = cast("Restored", self._call.reply).image_id
                 # The rows are there; the acknowledgement may still be sent when the time of the restore is up.
                 self._acknowledgement = self._make_acknowledgement(image_id, until_s)
@@ -268,16 +316,12 @@ class Ticket(Generic[ResultT_co]):
     def _outcome(self) -> ResultT_co:
         if self._call.error is not None:
             raise self._call.error.with_traceback(None)
+        if self._released:
+            text = f"{self._call.name}: given up before its end was known; the rows are restored, the image stays"
+            raise Cancelled("cancelled", text, detail={"restored": "true"})
         acknowledgement = self._acknowledgement
         if acknowledgement is not None and acknowledgement.error is not None:
             error = acknowledgement.error
             error.detail["restored"] = "true"
             raise error.with_traceback(None)
         return cast("ResultT_co", self._call.reply)
-
-    def _wait_for_workers(self, timeout_s: float) -> None:
-        poller = select.poll()
-        for worker in self._workers:
-            if worker.pidfd >= 0 and not worker.gone():
-                poller.register(worker.pidfd, select.POLLIN)
-        poller.poll(timeout_s * 1000.0)

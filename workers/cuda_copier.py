@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from shm.gpu_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, GpuRuntime
+from shm.gpu_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, GpuError, GpuRuntime
 from workers.cuda_memory import Counts, Move, SlotMemory, translated
 from workers.cuda_pool import CudaPool
 from workers.device import ChunkDamaged, CopyTimes, DeviceFailure, LaneKind, SliceWork, SourceDiffers
@@ -176,10 +176,17 @@ class CudaCopier:
     def drain(self) -> None:
         """See `Copier`."""
         start_s = time.perf_counter()
+        failures: list[GpuError] = []
         try:
-            with translated():
-                for stream in self._streams:
+            for stream in self._streams:
+                # One that failed says nothing about the others: they may still read rows and write shuttles.
+                try:
                     self._runtime.stream_synchronize(stream)
+                except GpuError as exc:
+                    failures.append(exc)
+            with translated():
+                if failures:
+                    raise failures[0]
         finally:
             for entry in self._slots:
                 entry.loaded = None
@@ -205,18 +212,7 @@ class CudaCopier:
         pool = work.pool
         if not isinstance(pool, CudaPool):
             raise DeviceFailure("internal", f"a {type(pool).__name__} met a GPU")
-        rows, chunks = entry.memory.load(table, stream)
-        return LoadedSlice(
-            table,
-            pool.layout,
-            pool.address,
-            pool.size_bytes,
-            pool.planes,
-            pool.width,
-            rows,
-            chunks,
-            entry.memory.staging.address,
-        )
+        return LoadedSlice.of(pool, entry.memory, table, stream)
 
     def _sum_staging(self, entry: _Slot, loaded: LoadedSlice, stream: int) -> None:
         self._kernels.digest_staging(loaded, entry.memory.staging_sums, stream)

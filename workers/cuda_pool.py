@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ipc.messages import CudaIpcPool
@@ -13,51 +14,79 @@ from workers.device import PoolRefused
 from workers.slice_table import plane_table, vector_width
 
 
+@dataclass(slots=True)
+class _Allocation:
+    """An opened allocation. Where the driver does not tell its size, that of the first claim stands in for it."""
+
+    address: int
+    size_bytes: int
+    users: int
+
+
 class AllocationBook:
     """Opened allocations by handle, with how many pools use each. For the thread that opens pools."""
 
     def __init__(self, runtime: GpuRuntime, counts: Counts) -> None:
         self._runtime = runtime
         self._counts = counts
-        self._open: dict[bytes, tuple[int, int]] = {}
+        self._open: dict[bytes, _Allocation] = {}
 
     def open(self, pool: CudaIpcPool) -> int:
         """Address of the allocation here.
 
         Raises:
-            PoolRefused: the handle cannot be opened, or the allocation is smaller than it was said to be.
+            PoolRefused: the handle cannot be opened, the allocation is smaller than it was said to be, or the pool does
+                not lie in it.
         """
         known = self._open.get(pool.handle)
-        if known is not None:
-            self._open[pool.handle] = (known[0], known[1] + 1)
-            return known[0]
+        if known is None:
+            known = self._open_new(pool)
+        known.users += 1
+        try:
+            _check_claim(pool, known.size_bytes)
+        except PoolRefused:
+            self.release(pool.handle)
+            raise
+        return known.address
+
+    def _open_new(self, pool: CudaIpcPool) -> _Allocation:
         try:
             address = self._runtime.ipc_open_mem(pool.handle)
         except ValueError as exc:
             raise PoolRefused("unshareable", str(exc)) from exc
         except GpuError as exc:
             raise PoolRefused("device_error" if exc.sticky else "unshareable", str(exc)) from exc
-        self._open[pool.handle] = (address, 1)
         self._counts.mappings += 1
         size_bytes = pool.allocation_bytes
         # Some drivers do not tell the range of a mapping; the probe then is the only proof.
         with contextlib.suppress(GpuError):
             size_bytes = self._runtime.allocation_of(address)[1]
-        if size_bytes < pool.allocation_bytes:
-            self.release(pool.handle)
-            raise PoolRefused("unshareable", f"the allocation has {size_bytes} bytes, not {pool.allocation_bytes}")
-        return address
+        made = self._open[pool.handle] = _Allocation(address, size_bytes, 0)
+        return made
 
     def release(self, handle: bytes) -> None:
         """One pool less; the last one unmaps."""
-        address, users = self._open.pop(handle)
-        if users > 1:
-            self._open[handle] = (address, users - 1)
+        allocation = self._open[handle]
+        allocation.users -= 1
+        if allocation.users:
             return
+        del self._open[handle]
         self._counts.mappings -= 1
         # The engine may be gone and the context with it: then there is nothing left to unmap.
         with contextlib.suppress(GpuError):
-            self._runtime.ipc_close_mem(address)
+            self._runtime.ipc_close_mem(allocation.address)
+
+
+def _check_claim(pool: CudaIpcPool, size_bytes: int) -> None:
+    """Compare what an engine says of its allocation with the allocation's size.
+
+    Raises:
+        PoolRefused: a byte of the pool may lie outside.
+    """
+    if pool.allocation_bytes > size_bytes:
+        raise PoolRefused("unshareable", f"the allocation has {size_bytes} bytes, not {pool.allocation_bytes}")
+    if pool.offset_bytes < 0 or pool.offset_bytes + pool.pool_bytes > size_bytes:
+        raise PoolRefused("bad_layout", f"the pool does not lie in its allocation of {size_bytes} bytes")
 
 
 class PoolMemory(NamedTuple):
@@ -84,8 +113,13 @@ class CudaPool:
         table = plane_table(layout, memory.address)
         self.width = vector_width(table)
         self._planes = DeviceMemory(runtime, counts, table.nbytes)
-        runtime.memcpy_async(self._planes.address, int(table.ctypes.data), table.nbytes, HOST_TO_DEVICE, stream)
-        runtime.stream_synchronize(stream)
+        try:
+            runtime.memcpy_async(self._planes.address, int(table.ctypes.data), table.nbytes, HOST_TO_DEVICE, stream)
+            runtime.stream_synchronize(stream)
+        except BaseException:
+            with contextlib.suppress(GpuError):
+                self._planes.close()
+            raise
         counts.pools += 1
         counts.events += 1 if event else 0
 

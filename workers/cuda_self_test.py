@@ -16,7 +16,7 @@ from workers.gpu_kernels import LoadedSlice, SliceKernels
 from workers.jobs import capture_chunks
 from workers.pieces import PoolView
 from workers.rowmap import RowMap
-from workers.slice_table import SliceTable, slice_table
+from workers.slice_table import slice_table
 
 _BLOCK_TOKENS: Final = 4
 _BLOCKS: Final = 12
@@ -85,7 +85,7 @@ class _Trial:
         chunks = capture_chunks(layout, _TOKENS, places, with_state=True)
         work = SliceWork(pool, RowMap.parse(pack_rows(_RUNS), layout.rows, 8), tuple(chunks), 1)
         table = slice_table(work, layout)
-        loaded = self._load(pool, slot, table)
+        loaded = LoadedSlice.of(pool, slot, table, self._stream)
         expected = _gathered(source, work)
         self._kernels.digest_rows(loaded, slot.source_sums, self._stream)
         self._kernels.gather(loaded, self._stream)
@@ -103,20 +103,6 @@ class _Trial:
                 if found != digest:
                     raise DeviceFailure("internal", f"digest of {name} at width {pool.width} gave a wrong answer")
         self._scatter(pool, loaded, work, expected, source)
-
-    def _load(self, pool: CudaPool, slot: SlotMemory, table: SliceTable) -> LoadedSlice:
-        rows, chunks = slot.load(table, self._stream)
-        return LoadedSlice(
-            table,
-            pool.layout,
-            pool.address,
-            pool.size_bytes,
-            pool.planes,
-            pool.width,
-            rows,
-            chunks,
-            slot.staging.address,
-        )
 
     def _scatter(
         self, pool: CudaPool, loaded: LoadedSlice, work: SliceWork, expected: list[Bytes], source: Bytes

@@ -253,7 +253,7 @@ def check_probe(pool: DevicePool, stage: Stage) -> None:
     """Compare what the engine read at the probe's offsets with what this process reads there.
 
     Raises:
-        PoolRefused: a place differs, or the probe itself is malformed.
+        PoolRefused: a place differs or is outside of the pool, or the probe itself is malformed.
     """
     if len(stage.probe_offsets) % 8 or len(stage.probe_bytes) != len(stage.probe_offsets) * 2:
         raise PoolRefused(
@@ -262,7 +262,11 @@ def check_probe(pool: DevicePool, stage: Stage) -> None:
     pool_bytes = pool_length(stage.pool)
     for number in range(len(stage.probe_offsets) // 8):
         offset = int.from_bytes(stage.probe_offsets[number * 8 : number * 8 + 8], "little")
-        length = max(0, min(16, pool_bytes - offset))
+        if offset >= pool_bytes:
+            raise PoolRefused(
+                "probe_failed", f"the probe's offset {offset} is outside of the pool's {pool_bytes} bytes"
+            )
+        length = min(16, pool_bytes - offset)
         expected = stage.probe_bytes[number * 16 : number * 16 + length]
         if pool.read(offset, length) != expected:
             raise PoolRefused("probe_failed", f"the pool's bytes at {offset} are not those that the engine sees")

@@ -10,8 +10,10 @@ fault                 what happens
 ``copy_kill``         the process kills itself in the middle of the copy
 ``flip_source``       a byte of the pool's first captured row changes between digest and copy
 ``event_stuck``       the engine's event is never reached (any value)
+``drain_error``       what the copy left running cannot be waited for
 ``shuttle_error``     the shuttle with this index cannot be page-locked
 ``pool_error``        no pool can be opened (the value is the code)
+``slow_pool_s``       every pool takes that many seconds more to open
 ``boot_error``        the self test fails (any value)
 ``slow_copy_s``       every slice takes that many seconds more
 ===================== ====================================================================================
@@ -38,11 +40,13 @@ FAULTS: Final = frozenset(
         "copy_stall",
         "copy_kill",
         "flip_source",
+        "drain_error",
         "event_stuck",
         "shuttle_error",
         "pool_error",
         "boot_error",
         "slow_copy_s",
+        "slow_pool_s",
     }
 )
 
@@ -152,6 +156,8 @@ class FaultyCopier:
         self._under_way.clear()
         self._begun = self._faults.copies
         self._inner.drain()
+        if self._faults.strikes("drain_error", self._faults.copies):
+            raise DeviceFailure("device_error", "ordered failure of a wait")
 
     def _begin(self, work: SliceWork) -> SliceWork:
         bare = _bare(work)
@@ -257,6 +263,7 @@ class FaultyDevice:
 
     def open_pool(self, stage: Stage, descriptor: int) -> FaultyPool:
         """See `Device`."""
+        time.sleep(float(self._orders.get("slow_pool_s", "0")))
         if "pool_error" in self._orders:
             raise PoolRefused(self._orders["pool_error"], "ordered failure of a pool")
         return FaultyPool(self._inner.open_pool(stage, descriptor), stuck="event_stuck" in self._orders)

@@ -7,6 +7,8 @@ from typing import Final, NamedTuple, Protocol
 from shm.gpu_runtime import GpuRuntime, KernelArgument
 from shm.layout import StageLayout
 from workers.compiler import KernelCompiler
+from workers.cuda_memory import SlotMemory
+from workers.cuda_pool import CudaPool
 from workers.kernel_source import KERNELS, MOVE_BYTES, SOURCE, THREADS
 from workers.slice_table import SliceTable
 
@@ -26,6 +28,22 @@ class LoadedSlice(NamedTuple):
     rows: int
     chunks: int
     staging: int
+
+    @classmethod
+    def of(cls, pool: CudaPool, memory: SlotMemory, table: SliceTable, stream: int) -> "LoadedSlice":
+        """A slice of `pool` in a slot's memory; its tables are on their way on `stream`."""
+        rows, chunks = memory.load(table, stream)
+        return cls(
+            table=table,
+            layout=pool.layout,
+            pool=pool.address,
+            pool_bytes=pool.size_bytes,
+            planes=pool.planes,
+            width=pool.width,
+            rows=rows,
+            chunks=chunks,
+            staging=memory.staging.address,
+        )
 
 
 class SliceKernels(Protocol):

@@ -5,8 +5,12 @@ private staging and verified whole before any byte of it reaches a row. While on
 begun (see `workers.device`), so a job has at most two slices under way.
 """
 
+import logging
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import msgspec
 
 from ipc.messages import CaptureJob, JobDone, JobFailed, RestoreJob
 from shm.extent import unpack_places
@@ -30,6 +34,8 @@ from workers.jobs import (
     rows_needed,
 )
 from workers.rowmap import RowMap
+
+_log: Final = logging.getLogger(__name__)
 
 
 class PlannedJob(NamedTuple):
@@ -106,7 +112,14 @@ class Lane:
 
     def run(self, plan: PlannedJob, hooks: JobHooks) -> JobDone | JobFailed:
         """Run a job to its end; whatever happens becomes its report. Nothing of the job is kept."""
+        start_s = time.monotonic()
         run = _Run(self._copier, plan, hooks)
+        report = run.let_go(self._carry_out(run, plan))
+        if isinstance(report, JobDone):
+            report = msgspec.structs.replace(report, lane_s=time.monotonic() - start_s)
+        return report
+
+    def _carry_out(self, run: "_Run", plan: PlannedJob) -> JobDone | JobFailed:
         before = self._copier.times
         try:
             digests = run.capture() if self.kind is LaneKind.CAPTURE else run.restore()
@@ -122,8 +135,9 @@ class Lane:
             return run.failed(exc.code, exc.message, sticky=exc.sticky)
         except MemoryError as exc:
             return run.failed("out_of_memory", f"no host memory for a slice: {exc}")
-        finally:
-            run.let_go()
+        except Exception as exc:  # noqa: BLE001 - the lane must go on, and the job must get its report
+            _log.exception("job failed job=%d", plan.job)
+            return run.failed_whole("internal", f"{type(exc).__name__}: {exc}")
         after = self._copier.times
         return JobDone(
             plan.job,
@@ -203,9 +217,34 @@ class _Run:
             moved_bytes=self._moved_bytes,
         )
 
-    def let_go(self) -> None:
-        """Wait for what still runs and drop all views; a device that failed once may fail again here."""
+    def failed_whole(self, code: str, message: str, *, sticky: bool = False) -> JobFailed:
+        """The report where our own account of what was written cannot be trusted: all that a restore was to write is
+        undefined.
+        """
+        plan = self._plan
+        restores = plan.lane is LaneKind.RESTORE
+        return JobFailed(
+            plan.job,
+            code,
+            message,
+            rows_undefined=plan.rows.packed_prefix(plan.rows.count) if restores else b"",
+            state_undefined=restores and plan.state_slot >= 0,
+            sticky=sticky,
+            moved_bytes=self._moved_bytes,
+        )
+
+    def let_go(self, report: JobDone | JobFailed) -> JobDone | JobFailed:
+        """Wait for what still runs and drop all views; the job's final report.
+
+        A device that cannot be waited for may still write to rows and shuttles that are about to be given to others:
+        nobody may use it any more, so the report becomes sticky.
+        """
         try:
             self._copier.drain()
-        except DeviceFailure:
-            return
+        except Exception as exc:  # noqa: BLE001 - whatever it was, the device is in an unknown state
+            _log.exception("device cannot be waited for job=%d", report.job)
+            text = f"the device cannot be waited for: {exc}"
+            if isinstance(report, JobFailed):
+                return msgspec.structs.replace(report, message=f"{report.message}; {text}", sticky=True)
+            return self.failed_whole("device_error", text, sticky=True)
+        return report

@@ -1,8 +1,7 @@
 """Entry of the worker side.
 
-``python -P -m workers.main template --fd N [--import-torch]`` is the template process, and
-``python -P -m workers.main worker --fd N`` one worker without it, whose spec is the first packet. N is the peer's end
-of the supervisor's SEQPACKET socket pair.
+``python -P -m workers.main template --fd N [--import-torch]`` is the template process; it forks the workers. N is the
+peer's end of the supervisor's SEQPACKET socket pair.
 """
 
 import argparse
@@ -12,44 +11,34 @@ import struct
 import sys
 import time
 
-from workers import exit_codes
-
 # Before numpy or torch: one thread a worker copies, a pool of them per library would only fight for its CPUs.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of the two; the exit status."""
+    """Run the template; its exit status."""
     start_s = time.monotonic()
     parser = argparse.ArgumentParser(prog="workers.main")
-    parser.add_argument("role", choices=["template", "worker"])
+    parser.add_argument("role", choices=["template"])
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--import-torch", action="store_true")
     options = parser.parse_args(arguments)
     channel = socket.socket(fileno=options.fd)
     channel.set_inheritable(False)
 
-    from workers.process import die_with_parent, run_and_exit  # noqa: PLC0415 - after the environment is set
+    from workers.process import die_with_parent  # noqa: PLC0415 - after the environment is set
 
     die_with_parent(_peer_pid(channel))
-    if options.role == "template":
-        if options.import_torch:
-            import torch  # noqa: F401, PLC0415 - imported for the workers; nothing here may initialise a device
+    if options.import_torch:
+        import torch  # noqa: F401, PLC0415 - imported for the workers; nothing here may initialise a device
 
-            from workers.precompile import precompile  # noqa: PLC0415
+        from workers.precompile import precompile  # noqa: PLC0415
 
-            precompile()
-        from workers.template import run_template  # noqa: PLC0415
+        precompile()
+    from workers.template import run_template  # noqa: PLC0415
 
-        return run_template(channel, time.monotonic() - start_s)
-    from workers.template import receive_spec  # noqa: PLC0415
-
-    spec = receive_spec(channel)
-    channel.close()
-    if spec is None:
-        return exit_codes.SUPERVISOR_LOST
-    return run_and_exit(spec, start_s)
+    return run_template(channel, time.monotonic() - start_s)
 
 
 def _peer_pid(channel: socket.socket) -> int:

@@ -32,7 +32,7 @@ class ShuttleMaker:
         self._shuttles: dict[int, Shuttle] = {}
 
     def make(self, order: MakeShuttle) -> ShuttleReady | ShuttleFailed:
-        """Carry out one order; every failure is an answer."""
+        """Carry out one order; every failure that can be foreseen is an answer, and no failure leaves anything."""
         start_s = time.monotonic()
         if order.index in self._shuttles:
             return ShuttleFailed(order.index, "exists", f"shuttle {order.index} is in use already", 0, 0)
@@ -51,10 +51,11 @@ class ShuttleMaker:
             _enter_pages(shuttle, order.shuttle_bytes)
             locked = self._device.add_shuttle(order.index, shuttle.view)
         except DeviceFailure as exc:
-            shuttle.close()
-            if not order.adopt:
-                unlink(order.segment)
+            _undo(order, shuttle)
             return ShuttleFailed(order.index, exc.code, exc.message, order.shuttle_bytes, 0)
+        except BaseException:
+            _undo(order, shuttle)
+            raise
         self._shuttles[order.index] = shuttle
         made_s = time.monotonic() - start_s
         _log.info("shuttle ready shuttle=%d bytes=%d make_s=%.3f", order.index, order.shuttle_bytes, made_s)
@@ -69,6 +70,13 @@ class ShuttleMaker:
         """Unmap every shuttle; the names stay for the supervisor."""
         while self._shuttles:
             self._shuttles.popitem()[1].close()
+
+
+def _undo(order: MakeShuttle, shuttle: Shuttle) -> None:
+    """Unmap; the name goes too unless a former worker made it."""
+    shuttle.close()
+    if not order.adopt:
+        unlink(order.segment)
 
 
 def _enter_pages(shuttle: Shuttle, shuttle_bytes: int) -> None:

@@ -52,7 +52,7 @@ def run_template(channel: socket.socket, import_s: float) -> int:
                 os.read(wake_read, 4096)
                 _reap(channel)
             if channel.fileno() in ready:
-                spec = receive_spec(channel)
+                spec = _receive_spec(channel)
                 if spec is None:
                     return exit_codes.STOPPED
                 _fork(channel, spec, (wake_read, wake_write))
@@ -60,7 +60,7 @@ def run_template(channel: socket.socket, import_s: float) -> int:
         return exit_codes.SUPERVISOR_LOST
 
 
-def receive_spec(channel: socket.socket) -> WorkerSpec | None:
+def _receive_spec(channel: socket.socket) -> WorkerSpec | None:
     """The next order, or None at the end of file.
 
     Raises:

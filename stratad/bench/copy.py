@@ -161,6 +161,7 @@ def _round(client: Client, source: CopySource, number: int) -> list[Row]:
 
 def _row(source: CopySource, op: str, limit_bytes_per_s: float, seconds: float, reply: Captured | Restored) -> Row:
     rate = source.image_bytes / seconds
+    lane_s = max((stage.lane_s for stage in reply.stages), default=0.0)
     return {
         "op": op,
         "bytes": source.image_bytes,
@@ -171,6 +172,9 @@ def _row(source: CopySource, op: str, limit_bytes_per_s: float, seconds: float, 
         "over_limit": round(rate / limit_bytes_per_s, 4),
         "digest_s": round(max((stage.digest_s for stage in reply.stages), default=0.0), 5),
         "copy_s": round(max((stage.copy_s for stage in reply.stages), default=0.0), 5),
+        "lane_s": round(lane_s, 5),
+        # What the daemon, the wire and the client add to the slowest lane.
+        "overhead_s": round(seconds - lane_s, 5),
         "byte_exact": True,
     }
 

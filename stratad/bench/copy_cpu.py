@@ -6,25 +6,19 @@ from typing import Final, Self
 
 import numpy as np
 
-from ipc.messages import Captured, Restored
+from stratad.bench.copy_engine import CopyEngine, register
 from stratad.bench.copy_layout import CopyShape, copy_shape
-from stratad.bench.cpu_engine import FINGERPRINT, NAMESPACE, token_ids
 from stratad.client import Client, Engine
 from stratad.pools import CpuPool, StagePool
 
-_DEADLINE_S: Final = 120.0
 
-
-class CpuSource:
+class CpuSource(CopyEngine):
     """Stages on one `cpu` worker. Owns its pools, a copy of their bytes, and a buffer for the plain copy."""
 
     def __init__(self, engine: Engine, pools: Sequence[CpuPool], shape: CopyShape) -> None:
-        self.image_bytes: Final = shape.pool_bytes * len(pools)
+        super().__init__(engine, shape)
         self.device_name: Final = "cpu"
-        self._engine = engine
         self._pools = pools
-        self._shape = shape
-        self._tokens = token_ids(shape.tokens, 0)
         self._expected = [np.zeros(shape.pool_bytes, np.uint8) for _ in pools]
         self._plain = np.zeros(shape.pool_bytes, np.uint8)
 
@@ -36,7 +30,7 @@ class CpuSource:
         try:
             pools += [CpuPool.allocate(shape.pool_bytes) for _ in range(stages)]
             stage_pools = [StagePool("cpu:0", shape.layout, pool) for pool in pools]
-            engine = client.register("bench", NAMESPACE, FINGERPRINT, stage_pools)
+            engine = register(client, stage_pools)
         except BaseException:
             for pool in pools:
                 pool.close()
@@ -49,15 +43,6 @@ class CpuSource:
         for pool, expected in zip(self._pools, self._expected, strict=True):
             expected[:] = np.frombuffer(generator.bytes(expected.nbytes), np.uint8)
             np.frombuffer(pool.buffer, np.uint8)[:] = expected
-
-    def capture(self, conversation: str) -> Captured:
-        """Capture everything."""
-        ticket = self._engine.capture(conversation, self._tokens, rows=self._shape.rows, slot=0, deadline_s=_DEADLINE_S)
-        return ticket.result()
-
-    def restore(self, conversation: str) -> Restored:
-        """Restore everything."""
-        return self._engine.restore(conversation, rows=self._shape.rows, slot=0, deadline_s=_DEADLINE_S).result()
 
     def wipe(self) -> None:
         """Zero every pool."""
@@ -82,6 +67,6 @@ class CpuSource:
 
     def close(self) -> None:
         """Unregister and give the pools back."""
-        self._engine.unregister()
+        self.unregister()
         for pool in self._pools:
             pool.close()

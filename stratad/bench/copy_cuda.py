@@ -5,15 +5,13 @@ from typing import Final, Self
 
 import torch
 
-from ipc.messages import Captured, Restored
+from stratad.bench.copy_engine import CopyEngine, register
 from stratad.bench.copy_layout import CopyShape, copy_shape
-from stratad.bench.cpu_engine import FINGERPRINT, NAMESPACE, token_ids
 from stratad.client import Client, Engine
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError
 from stratad.pools import StagePool
 
-_DEADLINE_S: Final = 120.0
 _DEVICE: Final = "cuda:0"
 # Long enough for the link to reach its rate, small enough to stay page-locked beside the shuttles.
 _LIMIT_BYTES: Final = 1 << 30
@@ -34,16 +32,13 @@ def first_gpu_uuid() -> str:
     return f"GPU-{torch.cuda.get_device_properties(_DEVICE).uuid}"
 
 
-class CudaSource:
+class CudaSource(CopyEngine):
     """Stages on the first GPU. Owns their tensors, a copy of their bytes on the GPU, and a page-locked buffer."""
 
     def __init__(self, engine: Engine, pools: Sequence[torch.Tensor], shape: CopyShape) -> None:
-        self.image_bytes: Final = shape.pool_bytes * len(pools)
+        super().__init__(engine, shape)
         self.device_name: Final = torch.cuda.get_device_name(_DEVICE)
-        self._engine = engine
         self._pools = list(pools)
-        self._shape = shape
-        self._tokens = token_ids(shape.tokens, 0)
         self._expected = [torch.empty_like(pool) for pool in pools]
         self._page_locked = torch.empty(min(_LIMIT_BYTES, shape.pool_bytes), dtype=torch.uint8, pin_memory=True)
 
@@ -54,7 +49,7 @@ class CudaSource:
         pools = [torch.empty(shape.pool_bytes, dtype=torch.uint8, device=_DEVICE) for _ in range(stages)]
         torch.cuda.synchronize()
         stage_pools = [StagePool(_DEVICE, shape.layout, pool) for pool in pools]
-        return cls(client.register("bench", NAMESPACE, FINGERPRINT, stage_pools), pools, shape)
+        return cls(register(client, stage_pools), pools, shape)
 
     def refill(self, number: int) -> None:
         """New random bytes in every pool."""
@@ -63,15 +58,6 @@ class CudaSource:
             expected.random_(0, 256)
             pool.copy_(expected)
         torch.cuda.synchronize()
-
-    def capture(self, conversation: str) -> Captured:
-        """Capture everything."""
-        ticket = self._engine.capture(conversation, self._tokens, rows=self._shape.rows, slot=0, deadline_s=_DEADLINE_S)
-        return ticket.result()
-
-    def restore(self, conversation: str) -> Restored:
-        """Restore everything."""
-        return self._engine.restore(conversation, rows=self._shape.rows, slot=0, deadline_s=_DEADLINE_S).result()
 
     def wipe(self) -> None:
         """Zero every pool."""
@@ -97,7 +83,7 @@ class CudaSource:
 
     def close(self) -> None:
         """Unregister and give all memory back."""
-        self._engine.unregister()
+        self.unregister()
         self._pools.clear()
         self._expected.clear()
         self._page_locked = torch.empty(0)

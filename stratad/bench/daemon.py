@@ -69,7 +69,7 @@ class PrivateDaemon:
         instance = f"bench{os.getpid()}x{next(_numbers)}"
         try:
             command = [sys.executable, "-P", "-m", "stratad", *_arguments(folder, instance, settings)]
-            with (folder / "log").open("wb") as log:
+            with _log_path(folder).open("ab") as log:
                 started_s = time.perf_counter()
                 # A session of its own: Ctrl-C is for us, who then stop it in order.
                 process = subprocess.Popen(
@@ -85,6 +85,11 @@ class PrivateDaemon:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return cls(process, folder, instance, started_s)
+
+    @property
+    def log_path(self) -> Path:
+        """What the daemon wrote; removed with it."""
+        return _log_path(self._folder)
 
     def connect(self) -> tuple[Client, StartTimes]:
         """Wait for the first accepted handshake, then for every worker.
@@ -129,7 +134,7 @@ class PrivateDaemon:
             time.sleep(_STATS_RETRY_S)
 
     def _failed(self, what: str) -> CommandError:
-        text = (self._folder / "log").read_text(errors="replace").splitlines()
+        text = self.log_path.read_text(errors="replace").splitlines()
         for line in text[-_LOG_TAIL_LINES:]:
             print(f"  | {line}", file=sys.stderr)
         return CommandError(
@@ -157,6 +162,10 @@ class PrivateDaemon:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _log_path(folder: Path) -> Path:
+    return folder / "log"
 
 
 def _end_with_parent() -> None:

@@ -137,7 +137,8 @@ class LanguageEngine:
             conversation.next_token = int(logits.argmax())
             hashed.update(logits.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         generate_s = time.perf_counter() - started_s
-        return Generated(chosen, generate_s, conversation.next_token, hashed.hexdigest())
+        signature = _signature(conversation.cache)
+        return Generated(chosen, generate_s, conversation.next_token, hashed.hexdigest(), signature)
 
     def _park(self, order: Park) -> Parked:
         conversation, parker = self._conversation(order.conversation), self._need_parker()
@@ -168,7 +169,7 @@ class LanguageEngine:
         self._conversations[order.conversation] = Conversation(
             order.slot, cache, list(order.known_tokens), order.next_token
         )
-        return Restored(tokens, restore_s)
+        return Restored(tokens, restore_s, _signature(cache))
 
     def _lookup(self, order: Lookup) -> Found:
         found = self._need_parker().lookup(order.tokens)
@@ -188,6 +189,16 @@ class LanguageEngine:
         if self._parker is None:
             raise UsageError("not_registered", "this engine process was started without a daemon")
         return self._parker
+
+
+def _signature(cache: transformers.DynamicCache) -> str:
+    """SHA-256 over the bytes of every layer's keys and values."""
+    hashed = hashlib.sha256()
+    for layer in cache.layers:
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            assert isinstance(tensor, torch.Tensor), "a cache that has read a prompt holds every layer"
+            hashed.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
 
 
 class Tokenizer:
@@ -252,6 +263,13 @@ def _start(chosen: argparse.Namespace) -> tuple[LanguageEngine, Ready]:
         folder = Path(chosen.model)
         model, tokenizer, revision = load_dir(folder, dtype), Tokenizer(folder), weights_revision(folder)
     device = _device(chosen.device)
+    if device.type != "cpu":
+        # Two processes are to come to the same bits: no kernel may sum in whatever order its threads arrive.
+        # The fused attention kernels choose their way of summing by what else there is, the plain one does not.
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+        torch.backends.cuda.enable_flash_sdp(enabled=False)
+        torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
+        torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     torch.nn.Module.to(model, device)
     parker = None
     if client is not None:

@@ -129,12 +129,15 @@ class Prefilled(Line, frozen=True, tag="prefilled"):
 
 
 class Generated(Line, frozen=True, tag="generated"):
-    """Answer to `Generate`. `logits_sha256` covers the bytes of the logits of every step."""
+    """Answer to `Generate`. `logits_sha256` covers the bytes of the logits of every step, `cache_sha256` those of the
+    cache after the last.
+    """
 
     tokens: list[int]
     generate_s: float
     next_token: int
     logits_sha256: str
+    cache_sha256: str = ""
 
 
 class Parked(Line, frozen=True, tag="parked"):
@@ -146,10 +149,13 @@ class Parked(Line, frozen=True, tag="parked"):
 
 
 class Restored(Line, frozen=True, tag="restored"):
-    """Answer to `Restore`. `restore_s` runs from the request to a cache that the model can go on with, verified."""
+    """Answer to `Restore`. `restore_s` runs from the request to a cache that the model can go on with, verified;
+    `cache_sha256` covers that cache's bytes.
+    """
 
     tokens: int
     restore_s: float
+    cache_sha256: str = ""
 
 
 class Found(Line, frozen=True, tag="found"):

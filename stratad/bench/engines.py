@@ -217,6 +217,7 @@ def _environment() -> dict[str, str]:
     """Our environment, the folder of our packages on the import path, and a model library that asks no network."""
     environment = dict(os.environ, HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
     environment["TRANSFORMERS_VERBOSITY"] = "error"
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what torch asks for to be deterministic on a GPU
     home = package_dir("stratad")
     if home is not None:
         inherited = os.environ.get("PYTHONPATH", "")

@@ -1,7 +1,7 @@
 """The granule allocator: which granules of one worker's shuttles are free."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from shm.extent import GRANULE_BYTES, Extent, granules_for
 
@@ -68,6 +68,31 @@ class Arena:
             needed -= used
             self.free_granules -= used
         return tuple(taken)
+
+    def allocate_all(self, lengths_bytes: Sequence[int]) -> list[tuple[Extent, ...]] | None:
+        """Extents for each of several chunks, or None when fewer granules are free than they need together.
+
+        The granules are taken at once and cut up in order, so that the chunks of an image lie side by side (they are
+        copied in few pieces), and only a chunk at the end of a run is split.
+        """
+        granules = [granules_for(length) for length in lengths_bytes]
+        runs = self.allocate(sum(granules) * GRANULE_BYTES)
+        if runs is None:
+            return None
+        cut: list[tuple[Extent, ...]] = []
+        run = iter(runs)
+        shuttle, start, left = 0, 0, 0
+        for needed in granules:
+            parts: list[Extent] = []
+            size = needed * GRANULE_BYTES
+            while size:
+                if not left:
+                    shuttle, start, left = next(run)
+                taken = min(size, left)
+                parts.append(Extent(shuttle, start, taken))
+                start, left, size = start + taken, left - taken, size - taken
+            cut.append(tuple(parts))
+        return cut
 
     def free(self, extents: Iterable[Extent]) -> None:
         """Take extents back and join them with their free neighbours."""

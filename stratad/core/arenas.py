@@ -3,8 +3,11 @@
 from ipc.messages import MakeShuttle, ShuttleFailed, ShuttleReady
 from shm.extent import GRANULE_BYTES
 from shm.header import segment_name
-from stratad.core.effects import SendTo, UnlinkSegment
+from stratad.core.effects import KillWorker, SendTo, UnlinkSegment
 from stratad.core.state import State, Worker, WorkerState
+
+# After a refusal (no memory, no room on /dev/shm) the next try waits this long.
+GROW_AGAIN_S = 10.0
 
 
 def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
@@ -24,7 +27,7 @@ def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
         or settings.prefault
         or worker.arena.free_granules * GRANULE_BYTES < settings.shuttle_bytes // 2
     )
-    if wanted and worker.can_grow(settings):
+    if wanted and worker.can_grow(settings, state.now_s):
         _make(state, worker, len(worker.sizes), settings.shuttle_bytes, adopt=False)
 
 
@@ -40,6 +43,7 @@ def shuttle_ready(state: State, worker: Worker, report: ShuttleReady) -> None:
         state.log("error", "shuttle not asked for", worker=worker.name, shuttle=report.index)
         return
     worker.making = None
+    worker.grow_failed = ""
     worker.mapped.add(report.index)
     if report.locked:
         worker.locked.add(report.index)
@@ -61,16 +65,31 @@ def shuttle_failed(state: State, worker: Worker, report: ShuttleFailed) -> None:
     state.count("shuttles_failed")
     state.log("error", "shuttle failed", worker=worker.name, shuttle=report.index, code=report.code, why=report.message)
     if report.index in worker.sizes:
+        # Images lie in it, and only a process that maps it can serve them: the next one tries again.
         worker.detail = f"shuttle {report.index} could not be attached again: {report.message}"
-        worker.state = WorkerState.FAILED
+        kill(state, worker, "worker_died", worker.detail)
     else:
-        worker.grow_failed = report.message
-        worker.detail = f"arena cannot grow: {report.message}"
+        worker.grow_failed = f"{report.message} [{report.code}]"
+        worker.grow_again_s = state.now_s + GROW_AGAIN_S
+        worker.detail = f"arena cannot grow: {worker.grow_failed}"
+
+
+def kill(state: State, worker: Worker, code: str, reason: str) -> None:
+    """SIGKILL a worker's process; its jobs end with `code` once it is proven gone."""
+    worker.state = WorkerState.KILLED
+    worker.kill_code = code
+    state.log("error", "killing worker", worker=worker.name, pid=worker.pid, why=reason)
+    state.out.append(KillWorker(worker.name, worker.generation, reason))
+
+
+def drop_half_made(state: State, worker: Worker) -> None:
+    """After the proven end of a worker: a shuttle that it was making has a name and nothing else."""
+    if worker.making is not None and worker.making not in worker.sizes:
+        state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, worker.making)))
+    worker.making = None
 
 
 def unlink_all(state: State, worker: Worker) -> None:
     """Remove the names of all shuttles (at a clean stop)."""
     for segment in worker.segments.values():
         state.out.append(UnlinkSegment(segment))
-    if worker.making is not None and worker.making not in worker.segments:
-        state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, worker.making)))

@@ -122,6 +122,7 @@ class Catalog:
 
     budget_bytes: int
     budget_images: int
+    next_image_id: int = 1
     arenas: dict[str, Arena] = field(default_factory=dict)
     images: dict[int, Image] = field(default_factory=dict)
     chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)
@@ -131,7 +132,6 @@ class Catalog:
     _prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     _loose: set[Chunk] = field(default_factory=set)
     _staged: dict[int, Staged] = field(default_factory=dict)
-    _next_image_id: int = 1
 
     # --- space --------------------------------------------------------------------------------------------------------
 
@@ -178,13 +178,10 @@ class Catalog:
             self.drop(image)
         places: list[tuple[ChunkPlace, ...]] = []
         for worker, stage_spans in zip(draft.scope.workers, draft.spans, strict=True):
-            arena = self.arenas[worker]
-            stage_places: list[ChunkPlace] = []
-            for span in stage_spans:
-                extents = arena.allocate(span.length_bytes)
-                assert extents is not None, "the victims were counted to make room"
-                stage_places.append(ChunkPlace(span.length_bytes, extents))
-            places.append(tuple(stage_places))
+            lengths = [span.length_bytes for span in stage_spans]
+            extents = self.arenas[worker].allocate_all(lengths)
+            assert extents is not None, "the victims were counted to make room"
+            places.append(tuple(map(ChunkPlace, lengths, extents)))
         staged = Staged(draft, tuple(places))
         self._staged[id(staged)] = staged
         return staged
@@ -267,7 +264,7 @@ class Catalog:
                 chunks.append(chunk)
             stages.append(tuple(chunks))
         image = Image(
-            self._next_image_id,
+            self.next_image_id,
             scope,
             draft.conversation,
             draft.tokens,
@@ -276,7 +273,7 @@ class Catalog:
             created_unix_s=now_unix_s,
             used_unix_s=now_unix_s,
         )
-        self._next_image_id += 1
+        self.next_image_id += 1
         previous = self.find(scope.namespace, scope.fingerprint, draft.conversation)
         if previous is not None:
             image.pinned = previous.pinned

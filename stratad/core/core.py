@@ -16,6 +16,7 @@ from ipc.messages import (
     PoolClosed,
     PoolFailed,
     PoolOpened,
+    Register,
     Report,
     Request,
     ShuttleFailed,
@@ -33,12 +34,17 @@ from stratad.core.failures import Refusal
 from stratad.core.ops import RUNNING, OpState
 from stratad.core.state import ClientRecord, Instant, Settings, State, Worker, WorkerState
 
+# How long a lifeline may stay without its hello.
+HELLO_S = 10.0
+
 
 class Core:
     """The daemon's state machine. `devices` maps worker names to device names (``cpu:K`` or a GPU's UUID)."""
 
     def __init__(self, settings: Settings, devices: Mapping[str, str], at: Instant) -> None:
-        self.state = State(settings, Catalog(settings.budget_bytes, settings.budget_images))
+        # An id that somebody kept from an earlier daemon must name nothing here, so each start begins elsewhere.
+        first_image_id = (int.from_bytes(settings.start_id[:5], "little") << 20) + 1
+        self.state = State(settings, Catalog(settings.budget_bytes, settings.budget_images, first_image_id))
         self.state.started_s = self.state.now_s = at.now_s
         self.state.now_unix_s = at.now_unix_s
         for name, device in devices.items():
@@ -59,12 +65,14 @@ class Core:
                 worker.born_s = state.now_s
                 state.out.append(SpawnWorker(worker.name, worker.generation))
             elif worker.state is WorkerState.STARTING and worker.born_s + state.settings.boot_s <= state.now_s:
-                worker.kill_code = "worker_hung"
-                self._kill(worker, f"not ready after {state.settings.boot_s} s")
+                arenas.kill(state, worker, "worker_hung", f"not ready after {state.settings.boot_s} s")
         jobs.check_deadlines(state)
         queue.expire(state)
         registration.expire(state)
         service.answer_stats(state, late=True)
+        for client in state.clients.values():
+            if not client.greeted and client.hello_by_s <= state.now_s:
+                state.out.append(DropClient(client.client))
         state.due_s = self._exact_due_s()
         return self._end()
 
@@ -84,6 +92,7 @@ class Core:
             elif worker.state is WorkerState.READY:
                 due.extend(op.stages[stage].deadline_s for op, stage in worker.jobs.values())
         due.extend(op.deadline_s for op in state.waiting.values())
+        due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
         due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
         return min(due, default=math.inf)
 
@@ -92,11 +101,15 @@ class Core:
     def client_connected(self, client: int, pid: int, uid: int, start_ticks: int, at: Instant) -> list[Effect]:
         """A lifeline was opened; the kernel vouches for pid and uid."""
         state = self._begin(at)
+        record = ClientRecord(client, pid, uid, start_ticks, hello_by_s=at.now_s + HELLO_S)
+        state.wake_by(record.hello_by_s)
         if len(state.clients) >= state.settings.max_clients:
-            state.log("warning", "client refused: too many", client=client, limit=state.settings.max_clients)
-            state.out.append(DropClient(client))
-            return self._end()
-        state.clients[client] = ClientRecord(client, pid, uid, start_ticks)
+            state.log("warning", "too many clients", client=client, pid=pid, limit=state.settings.max_clients)
+            if len(state.clients) >= 2 * state.settings.max_clients:
+                state.out.append(DropClient(client))  # not even an answer: they come faster than they can be told
+                return self._end()
+            record.surplus = True
+        state.clients[client] = record
         return self._end()
 
     def client_gone(self, client: int, at: Instant) -> list[Effect]:
@@ -124,6 +137,8 @@ class Core:
             service.serve(state, record, request)
         except Refusal as refusal:
             state.count("refusals")
+            if isinstance(request, Register):
+                registration.forget_descriptors(state, client, request.stages)
             state.reply(
                 client,
                 Failed(
@@ -146,6 +161,8 @@ class Core:
         worker = state.workers[name]
         if worker.generation == generation:
             worker.pid, worker.start_ticks = pid, start_ticks
+            if worker.state is WorkerState.KILLED or state.stopping:  # it was not there yet when its end was wanted
+                state.out.append(KillWorker(name, generation, "its end was asked for before it was forked"))
         return self._end()
 
     def report(self, name: str, generation: int, report: Report, at: Instant) -> list[Effect]:
@@ -180,7 +197,9 @@ class Core:
                         request.waiting.discard(worker.name)
                     service.answer_stats(state, late=False)
                 return self._end()
-            case PoolClosed() | WorkerHello():
+            case PoolClosed():
+                registration.pool_closed(state, report.pool)
+            case WorkerHello():
                 return self._end()
         if state.closing:
             registration.remove_idle(state)
@@ -238,7 +257,7 @@ class Core:
         worker.detail = f"generation {generation}: {reason}"
         worker.mapped.clear()
         worker.locked.clear()
-        worker.making = None
+        arenas.drop_half_made(state, worker)
         worker.ready = None
         worker.resources = {}
         if state.stopping:
@@ -258,9 +277,10 @@ class Core:
                 pid=worker.pid,
                 generation=generation,
                 why=reason,
-                next=worker.state.value,
+                then="given up" if delay_s is None else f"started again in {delay_s} s",
             )
         jobs.worker_gone(state, worker, code, f"worker {name} (pid {worker.pid}): {reason}")
+        worker.pid = worker.start_ticks = 0
         registration.worker_lost(state, worker)
         if worker.state is WorkerState.FAILED:
             registration.worker_given_up(state, worker)
@@ -291,7 +311,7 @@ class Core:
         state = self._begin(at)
         for worker in state.workers.values():
             if worker.state in (WorkerState.READY, WorkerState.STARTING):
-                self._kill(worker, reason)
+                arenas.kill(state, worker, "worker_died", reason)
         return self._end()
 
     @property
@@ -309,10 +329,6 @@ class Core:
         return self._end()
 
     # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _kill(self, worker: Worker, reason: str) -> None:
-        worker.state = WorkerState.KILLED
-        self.state.out.append(KillWorker(worker.name, worker.generation, reason))
 
     def _begin(self, at: Instant) -> State:
         state = self.state
@@ -342,6 +358,7 @@ class Core:
         for worker in state.workers.values():
             assert worker.job_bytes == sum(op.stages[stage].job_bytes for op, stage in worker.jobs.values())
             assert set(worker.arena.shuttles) == set(worker.sizes)
+            assert not worker.jobs or worker.state in (WorkerState.READY, WorkerState.KILLED)
         self._validate_fences(state.ops.keys())
         for engine in state.engines.values():
             assert engine.ops == sum(1 for op in state.ops.values() if op.engine_id == engine.engine_id)

@@ -45,7 +45,7 @@ class CloseDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class SpawnWorker:
-    """Start a process for the worker; its coming is told by `worker_hello`, its end by `worker_gone`."""
+    """Start a process for the worker; its coming is told by `worker_forked`, its end by `worker_gone`."""
 
     worker: str
     generation: int

@@ -6,7 +6,7 @@ from stratad.errors import CODES
 
 
 class Refusal(Exception):
-    """A request cannot be served: becomes a `Failed` reply at the one border, `Core.handle_request`.
+    """A request cannot be served: becomes a `Failed` reply at the one border, `Core.request`.
 
     Attributes:
         code: a key of `stratad.errors.CODES`.

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 
-from shm.rows import RowRuns, overlap
+from shm.rows import DistinctRows, overlap
 from stratad.core.failures import Refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Rows (ascending runs) and the state slot (-1: none) that one stage of an operation uses."""
+    """Rows and the state slot (-1: none) that one stage of an operation uses."""
 
     op_id: int
-    runs: RowRuns
+    rows: DistinctRows
     state_slot: int
     writes: bool
 
@@ -31,7 +31,7 @@ class RowFences:
         for other in self._fences.get((engine_id, stage), ()):
             if not (fence.writes or other.writes):
                 continue
-            row = overlap(fence.runs, other.runs)
+            row = overlap(fence.rows.ascending, other.rows.ascending)
             what = f"row {row}" if row is not None else ""
             if not what and fence.state_slot >= 0 and fence.state_slot == other.state_slot:
                 what = f"the state of slot {fence.state_slot}"
@@ -51,10 +51,6 @@ class RowFences:
         fences[:] = [fence for fence in fences if fence.op_id != op_id]
         if not fences:
             del self._fences[engine_id, stage]
-
-    def held_by(self, op_id: int) -> list[tuple[int, int]]:
-        """The (engine, stage) pairs on which an operation still holds a fence."""
-        return [where for where, fences in self._fences.items() if any(f.op_id == op_id for f in fences)]
 
     def __len__(self) -> int:
         return sum(len(fences) for fences in self._fences.values())

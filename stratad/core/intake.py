@@ -2,7 +2,7 @@
 
 from ipc.messages import TOKEN_BYTES, Capture, CudaIpcPool, Restore
 from shm.layout import ChunkSpan, StageLayout
-from shm.rows import RowRuns, first_rows, pack_rows, row_count, sorted_runs, unpack_rows
+from shm.rows import RUN_BYTES, DistinctRows, RowRuns, first_rows, pack_rows, row_count, unpack_rows
 from stratad.core.catalog import Image
 from stratad.core.failures import Refusal
 from stratad.core.fences import Fence
@@ -11,6 +11,8 @@ from stratad.core.ops import Operation, OpKind, StageRun
 from stratad.core.state import ClientRecord, Engine, State
 
 NAME_LIMIT = 512
+# Of one image over all stages: what a reply may list, and what the loop handles in a fraction of a second.
+CHUNK_LIMIT = 32_768
 
 
 def check_name(what: str, name: str) -> None:
@@ -35,48 +37,59 @@ def engine_of(state: State, client: ClientRecord, engine_id: int) -> Engine:
     return engine
 
 
-def _runs_by_stage(engine: Engine, rows: tuple[bytes, ...], slot: int, ordered: str) -> list[RowRuns]:
-    """Unpack and check the rows of a request, one entry a stage."""
-    if len(rows) not in (1, len(engine.stages)):
-        raise Refusal(
-            "bad_rows", f"rows must be given once or once for each of {len(engine.stages)} stages, got {len(rows)}"
-        )
-    if slot < 0:
-        raise Refusal("bad_value", f"slot must be >= 0, got {slot}")
+def _runs_by_stage(engine: Engine, request: Capture | Restore, tokens: int, *, exact: bool) -> list[RowRuns]:
+    """Unpack and check the rows of a request, one entry a stage; stages that share rows share the entry.
+
+    Without `exact` there may be more rows than `tokens` tokens take: the first ones are used.
+    """
+    rows, stages = request.rows, engine.stages
+    if len(rows) not in (1, len(stages)):
+        raise Refusal("bad_rows", f"rows must be given once or once for each of {len(stages)} stages, got {len(rows)}")
+    if request.slot < 0:
+        raise Refusal("bad_value", f"slot must be >= 0, got {request.slot}")
+    _check_order(engine, request.ordered)
+    checked: dict[tuple[int, int, int], RowRuns] = {}
+    runs_by_stage: list[RowRuns] = []
+    for number, stage in enumerate(stages):
+        layout = stage.stage.layout
+        needed = layout.rows_for(tokens)
+        which = min(number, len(rows) - 1)
+        runs = checked.get((which, needed, layout.rows))
+        if runs is None:
+            runs = checked[which, needed, layout.rows] = _checked_runs(rows[which], needed, layout, number, exact=exact)
+        runs_by_stage.append(runs)
+    return runs_by_stage
+
+
+def _check_order(engine: Engine, ordered: str) -> None:
     if ordered not in ("host", "event"):
         raise Refusal(
             "bad_value", f"ordered must be 'host' or 'event', got {ordered[:20]!r}: a copy is never unordered"
         )
-    try:
-        distinct = [unpack_rows(packed) for packed in rows]
-    except ValueError as exc:
-        raise Refusal("bad_rows", str(exc)) from exc
-    runs_by_stage = distinct * len(engine.stages) if len(distinct) == 1 else distinct
-    for number, (engine_stage, runs) in enumerate(zip(engine.stages, runs_by_stage, strict=True)):
-        limit = engine_stage.stage.layout.rows
-        for first, count in runs:
-            if first + count > limit:
-                raise Refusal(
-                    "bad_rows", f"rows {first}..{first + count - 1} pass the stage's {limit} rows", stage=number
-                )
-        if ordered == "event":
-            pool = engine_stage.stage.pool
-            if not isinstance(pool, CudaIpcPool) or not pool.event_handle:
+    if ordered == "event":
+        for number, stage in enumerate(engine.stages):
+            pool = stage.stage.pool
+            if isinstance(pool, CudaIpcPool) and not pool.event_handle:
                 raise Refusal(
                     "bad_value", "ordered='event', but the stage was registered without an event", stage=number
                 )
-    return runs_by_stage
 
 
-def _need_rows(layout: StageLayout, runs: RowRuns, tokens: int, stage: int) -> None:
-    expected = layout.rows_for(tokens)
+def _checked_runs(packed: bytes, needed: int, layout: StageLayout, stage: int, *, exact: bool) -> RowRuns:
+    if exact and len(packed) > RUN_BYTES * needed:  # before anything is built: every run has at least one row
+        raise Refusal("bad_rows", f"{needed} rows are needed, got {len(packed) // RUN_BYTES} runs", stage=stage)
+    try:
+        runs = unpack_rows(packed, layout.rows)
+    except ValueError as exc:
+        raise Refusal("bad_rows", str(exc), stage=stage) from exc
     got = row_count(runs)
-    if got != expected:
+    if got != needed and (exact or got < needed):
         raise Refusal(
             "bad_rows",
-            f"{tokens} tokens take {expected} rows of {layout.tokens_per_row} tokens, got {got} rows",
+            f"the tokens take {needed} rows of {layout.tokens_per_row} tokens, got {got} rows",
             stage=stage,
         )
+    return runs
 
 
 def _state_slot(layout: StageLayout, slot: int, stage: int) -> int:
@@ -92,22 +105,32 @@ def _stage_runs(
     engine: Engine, runs_by_stage: list[RowRuns], tokens: int, image_tokens: int, *, with_state: bool, slot: int
 ) -> tuple[StageRun, ...]:
     """One `StageRun` a stage: rows cut to `tokens`, chunks of all `image_tokens`."""
-    spans_of: dict[int, tuple[ChunkSpan, ...]] = {}  # by identity: to hash a layout is to hash all its planes
-    packed_of: dict[tuple[RowRuns, int], tuple[RowRuns, bytes]] = {}
+    if sum(layout_chunks(stage.stage.layout, image_tokens) for stage in engine.stages) > CHUNK_LIMIT:
+        raise Refusal(
+            "too_large", f"{image_tokens} tokens on {len(engine.stages)} stages are over {CHUNK_LIMIT} chunks"
+        )
+    # By identity: to hash a layout or a list of runs is to hash all that is in it.
+    spans_of: dict[int, tuple[ChunkSpan, ...]] = {}
+    cut_of: dict[tuple[int, int], tuple[RowRuns, bytes]] = {}
     stages: list[StageRun] = []
     for number, (engine_stage, runs) in enumerate(zip(engine.stages, runs_by_stage, strict=True)):
         layout = engine_stage.stage.layout
         rows = layout.rows_for(tokens)
-        cut = packed_of.get((runs, rows))
+        cut = cut_of.get((id(runs), rows))
         if cut is None:
             kept = first_rows(runs, rows)
-            cut = packed_of[runs, rows] = (kept, pack_rows(kept))
+            cut = cut_of[id(runs), rows] = (kept, pack_rows(kept))
         spans = spans_of.get(id(layout))
         if spans is None:
             spans = spans_of[id(layout)] = tuple(layout.chunks(image_tokens, with_state=with_state))
         state_slot = _state_slot(layout, slot, number) if with_state else -1
         stages.append(StageRun(number, engine_stage.worker, cut[1], cut[0], spans, state_slot))
     return tuple(stages)
+
+
+def layout_chunks(layout: StageLayout, tokens: int) -> int:
+    """Number of row chunks of `tokens` tokens."""
+    return -(-tokens // layout.chunk_tokens)
 
 
 def capture_operation(state: State, client: ClientRecord, request: Capture) -> Operation:
@@ -121,9 +144,7 @@ def capture_operation(state: State, client: ClientRecord, request: Capture) -> O
     if not request.tokens or len(request.tokens) % TOKEN_BYTES:
         raise Refusal("bad_tokens", f"tokens must be packed u32 and not empty, got {len(request.tokens)} bytes")
     asked = len(request.tokens) // TOKEN_BYTES
-    runs_by_stage = _runs_by_stage(engine, request.rows, request.slot, request.ordered)
-    for number, runs in enumerate(runs_by_stage):
-        _need_rows(engine.stages[number].stage.layout, runs, asked, number)
+    runs_by_stage = _runs_by_stage(engine, request, asked, exact=True)
     if engine.marks.get(request.slot) == "poisoned":
         raise Refusal("poisoned", f"slot {request.slot} is marked poisoned")
     tokens = min(stage.stage.layout.capturable_tokens(asked) for stage in engine.stages)
@@ -219,9 +240,7 @@ def restore_operation(state: State, client: ClientRecord, request: Restore) -> O
         raise Refusal("pinned", f"image {image.image_id} is pinned: it can be restored but not taken")
     if request.take and image.taken:
         raise Refusal("image_busy", f"image {image.image_id} is being taken by another call")
-    runs_by_stage = _runs_by_stage(engine, request.rows, request.slot, request.ordered)
-    for number, runs in enumerate(runs_by_stage):
-        _need_rows(engine.stages[number].stage.layout, runs, tokens, number)
+    runs_by_stage = _runs_by_stage(engine, request, tokens, exact=request.tokens != -1)
     stages = _stage_runs(engine, runs_by_stage, tokens, image_tokens, with_state=with_state, slot=request.slot)
     return Operation(
         state.number("op"),
@@ -249,15 +268,15 @@ def raise_fences(state: State, op: Operation) -> None:
         Refusal: ``bad_rows`` (a row occurs twice) or ``rows_busy``.
     """
     fences: list[Fence] = []
-    ascending: dict[RowRuns, RowRuns] = {}
+    distinct: dict[int, DistinctRows] = {}  # by identity: stages that share rows share the check
     for run in op.stages:
-        ordered = ascending.get(run.runs)
-        if ordered is None:
+        rows = distinct.get(id(run.runs))
+        if rows is None:
             try:
-                ordered = ascending[run.runs] = sorted_runs(run.runs)
+                rows = distinct[id(run.runs)] = DistinctRows(run.runs)
             except ValueError as exc:
                 raise Refusal("bad_rows", str(exc), stage=run.stage) from exc
-        fence = Fence(op.op_id, ordered, run.state_slot, op.writes_rows)
+        fence = Fence(op.op_id, rows, run.state_slot, op.writes_rows)
         state.fences.check(op.engine_id, run.stage, fence)
         fences.append(fence)
     for run, fence in zip(op.stages, fences, strict=True):

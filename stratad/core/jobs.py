@@ -2,8 +2,10 @@
 
 from ipc.messages import (
     DIGEST_BYTES,
+    CancelJob,
     Captured,
     CaptureJob,
+    CudaIpcPool,
     Failed,
     JobDone,
     JobFailed,
@@ -15,10 +17,13 @@ from ipc.messages import (
 )
 from shm.extent import pack_places
 from shm.rows import pack_rows
+from stratad.core import arenas
 from stratad.core.catalog import StageDigests
-from stratad.core.effects import KillWorker, SendTo
+from stratad.core.effects import SendTo
 from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
 from stratad.core.state import State, Worker, WorkerState
+
+LEAST_EVENT_WAIT_S = 0.05
 
 
 def start(state: State, op: Operation) -> None:
@@ -42,14 +47,18 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     run.advance("send")
     worker.jobs[run.job] = (op, run.stage)
     worker.job_bytes += run.job_bytes
-    run.deadline_s = state.now_s + settings.job_floor_s + worker.job_bytes / settings.link_floor_bytes_per_s
+    stage = state.engines[op.engine_id].stages[run.stage]
+    pool, described = stage.pool, stage.stage.pool
+    # Memory of the host is written by the engine itself before it asks; only a GPU's work is still under way then.
+    poll_event = op.ordered == "event" and isinstance(described, CudaIpcPool)
+    event_wait_s = max(op.deadline_s - state.now_s, LEAST_EVENT_WAIT_S) if poll_event else 0.0
+    copy_s = settings.job_floor_s + worker.job_bytes / settings.link_floor_bytes_per_s
+    run.deadline_s = state.now_s + event_wait_s + copy_s
     state.wake_by(run.deadline_s)
-    pool = state.engines[op.engine_id].stages[run.stage].pool
     places = pack_places(op.places(run))
-    poll_event = op.ordered == "event"
     if op.kind is OpKind.CAPTURE:
         command: CaptureJob | RestoreJob = CaptureJob(
-            run.job, pool, run.packed_rows, op.token_count, places, poll_event, run.state_slot
+            run.job, pool, run.packed_rows, op.token_count, places, poll_event, run.state_slot, event_wait_s
         )
     else:
         assert op.image is not None
@@ -68,8 +77,17 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
             algorithms,
             poll_event,
             run.state_slot,
+            event_wait_s,
         )
     state.out.append(SendTo(worker.name, command))
+
+
+def cancel(state: State, op: Operation) -> None:
+    """Stop a running operation between two slices; it ends when its stages have answered."""
+    op.cancelled = True
+    for run in op.stages:
+        if run.state in RUNNING:
+            state.out.append(SendTo(run.worker, CancelJob(run.job)))
 
 
 def source_free(state: State, worker: Worker, report: SourceFree) -> None:
@@ -111,7 +129,12 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
         )
     run.advance("done")
     run.outcome = StageOutcome(
-        stage, "done", moved_bytes=report.moved_bytes, digest_s=report.digest_s, copy_s=report.copy_s
+        stage,
+        "done",
+        moved_bytes=report.moved_bytes,
+        digest_s=report.digest_s,
+        copy_s=report.copy_s,
+        lane_s=report.lane_s,
     )
     state.count("moved_bytes", report.moved_bytes)
     _lower(state, op, stage)
@@ -168,12 +191,8 @@ def check_deadlines(state: State) -> None:
             continue
         late = [job for job, (op, stage) in worker.jobs.items() if op.stages[stage].deadline_s <= state.now_s]
         if late:
-            worker.state = WorkerState.KILLED
-            worker.kill_code = "worker_hung"
-            reason = f"job {late[0]} passed its deadline"
-            state.log("error", "worker hung", worker=worker.name, job=late[0], pid=worker.pid)
             state.count("workers_hung")
-            state.out.append(KillWorker(worker.name, worker.generation, reason))
+            arenas.kill(state, worker, "worker_hung", f"job {late[0]} passed its deadline")
 
 
 def _end_job(worker: Worker, job: int) -> tuple[Operation, int] | None:

@@ -104,7 +104,7 @@ def _space(state: State, op: Operation) -> str:
     need = needed_granules(draft)
     for name in state.catalog.shortfall(need):
         worker = state.workers[name]
-        if worker.can_grow(state.settings):
+        if worker.can_grow(state.settings, state.now_s):
             arenas.tend(state, worker, set())
             return f"a shuttle of {name}"
     for name in op.scope.workers:
@@ -117,6 +117,11 @@ def _space(state: State, op: Operation) -> str:
     except Refusal as refusal:
         if refusal.code == "no_space" and any(other.state is OpState.COPYING for other in state.ops.values()):
             return "space held by operations in flight"
+        for name in op.scope.workers:
+            failed = state.workers[name].grow_failed
+            if failed:
+                text = f"{refusal.message}; the arena of {name} could not grow: {failed}"
+                raise Refusal("no_space", text) from refusal
         raise
     for name in op.scope.workers:
         arenas.tend(state, state.workers[name])

@@ -4,6 +4,7 @@ import msgspec
 
 from ipc.messages import (
     ClosePool,
+    Done,
     Failed,
     MemfdPool,
     OpenPool,
@@ -20,9 +21,13 @@ from stratad.core.effects import CloseDescriptor, ForwardDescriptor, SendTo
 from stratad.core.failures import Refusal
 from stratad.core.fingerprints import check_fingerprint, complete_fingerprint, fingerprint_id
 from stratad.core.intake import check_name
+from stratad.core.ops import OpKind, OpState
 from stratad.core.state import ClientRecord, Engine, EngineStage, PoolState, State, Worker, WorkerState
 
-STAGE_LIMIT = 256
+# As many descriptors as a lifeline keeps.
+STAGE_LIMIT = 64
+PLANE_LIMIT = 4096
+KNOWN_FINGERPRINTS = 64
 
 
 def register(state: State, client: ClientRecord, request: Register) -> None:
@@ -62,7 +67,7 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
         state.now_s + request.deadline_s,
         has_state=any(stage.layout.state is not None for stage in request.stages),
     )
-    state.owners[request.namespace] = client.uid
+    _forget_fingerprints(state)
     state.fingerprint_fields[fingerprint] = fields
     state.engines[engine.engine_id] = engine
     state.wake_by(engine.register_deadline_s)
@@ -70,6 +75,22 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
     for stage in stages:
         state.pools[stage.pool] = stage
         _open(state, engine, stage)
+
+
+def _forget_fingerprints(state: State) -> None:
+    """Drop the fields of fingerprints that no engine and no image has any more."""
+    if len(state.fingerprint_fields) < KNOWN_FINGERPRINTS:
+        return
+    used = {engine.scope.fingerprint for engine in state.engines.values()}
+    used |= {image.scope.fingerprint for image in state.catalog.images.values()}
+    state.fingerprint_fields = {k: v for k, v in state.fingerprint_fields.items() if k in used}
+
+
+def forget_descriptors(state: State, client: int, stages: tuple[Stage, ...]) -> None:
+    """The memfds of a registration that came to nothing are needed no more."""
+    for stage in stages:
+        if isinstance(stage.pool, MemfdPool):
+            state.out.append(CloseDescriptor(client, stage.pool.descriptor))
 
 
 def _worker_for(state: State, stage: Stage) -> Worker:
@@ -95,6 +116,10 @@ def _worker_for(state: State, stage: Stage) -> Worker:
             "bad_layout",
             f"chunk_tokens must be the daemon's {state.settings.chunk_tokens}, got {stage.layout.chunk_tokens}",
             stage=stage.index,
+        )
+    if len(stage.layout.planes) > PLANE_LIMIT:
+        raise Refusal(
+            "bad_layout", f"a stage has at most {PLANE_LIMIT} planes, got {len(stage.layout.planes)}", stage=stage.index
         )
     try:
         check_layout(stage.layout, stage.pool.pool_bytes)
@@ -138,6 +163,7 @@ def worker_lost(state: State, worker: Worker) -> None:
         for stage in engine.stages:
             if stage.worker == worker.name and stage.state in (PoolState.OPENING, PoolState.OPEN):
                 stage.state = PoolState.WAITING
+        engine.unmapping -= {stage.pool for stage in engine.stages if stage.worker == worker.name}
         if engine.closing:
             _remove_if_idle(state, engine)
 
@@ -159,8 +185,13 @@ def pool_opened(state: State, pool: int) -> None:
     if found is None:
         return
     engine, stage = found
+    if engine.closing:
+        return
     stage.state = PoolState.OPEN
-    if engine.registered or engine.closing or any(s.state is not PoolState.OPEN for s in engine.stages):
+    if engine.registered or any(s.state is not PoolState.OPEN for s in engine.stages):
+        return
+    if state.owners.setdefault(engine.namespace, state.clients[engine.client].uid) != state.clients[engine.client].uid:
+        _refuse(state, engine, "not_permitted", f"namespace {engine.namespace!r} belongs to another user", -1)
         return
     engine.registered = True
     state.count("registrations")
@@ -176,6 +207,9 @@ def pool_failed(state: State, report: PoolFailed) -> None:
     if found is None:
         return
     engine, stage = found
+    if engine.closing:
+        engine.unmapping.discard(report.pool)
+        return
     stage.state = PoolState.FAILED
     stage.code, stage.message = report.code, report.message
     state.log("warning", "pool failed", engine=engine.engine_id, stage=stage.stage.index, code=report.code)
@@ -199,15 +233,29 @@ def _refuse(state: State, engine: Engine, code: str, message: str, stage: int) -
     close(state, engine)
 
 
-def close(state: State, engine: Engine) -> None:
-    """End an engine: what waits is ended, what is being copied goes on, then its pools are closed. Images stay."""
+def pool_closed(state: State, pool: int) -> None:
+    """A worker has unmapped a pool."""
+    found = _engine_of_pool(state, pool)
+    if found is not None:
+        found[0].unmapping.discard(pool)
+
+
+def close(state: State, engine: Engine, unregister_seq: int | None = None) -> None:
+    """End an engine: what waits is ended, restores are stopped between two slices, captures go on (their rows hold what
+    was asked for); then its pools are closed, and request `unregister_seq` is answered. Images stay.
+    """
     if engine.closing:
         return
     engine.closing = True
+    engine.unregister_seq = unregister_seq
     state.closing.add(engine.engine_id)
-    for op in list(state.waiting.values()):
-        if op.engine_id == engine.engine_id:
+    for op in list(state.ops.values()):
+        if op.engine_id != engine.engine_id:
+            continue
+        if op.state is OpState.WAITING:
             jobs.fail(state, op, "engine_gone", "the engine was closed")
+        elif op.kind is not OpKind.CAPTURE:
+            jobs.cancel(state, op)
     for image_id in engine.takes:
         image = state.catalog.images.get(image_id)
         if image is not None:
@@ -217,19 +265,27 @@ def close(state: State, engine: Engine) -> None:
 
 
 def _remove_if_idle(state: State, engine: Engine) -> None:
+    """Once no operation is left, have the pools unmapped; once they are, the engine is no more."""
     if engine.ops:
         return
     for stage in engine.stages:
-        if stage.state in (PoolState.OPEN, PoolState.OPENING) and state.workers[stage.worker].can_serve:
+        worker = state.workers[stage.worker]
+        if stage.state in (PoolState.OPEN, PoolState.OPENING) and worker.can_serve:
             state.out.append(SendTo(stage.worker, ClosePool(stage.pool)))
-        if isinstance(stage.stage.pool, MemfdPool):
-            state.out.append(CloseDescriptor(engine.client, stage.stage.pool.descriptor))
+            engine.unmapping.add(stage.pool)
+        stage.state = PoolState.CLOSED
+    if engine.unmapping:
+        return
+    forget_descriptors(state, engine.client, tuple(stage.stage for stage in engine.stages))
+    for stage in engine.stages:
         del state.pools[stage.pool]
     del state.engines[engine.engine_id]
     state.closing.discard(engine.engine_id)
     client = state.clients.get(engine.client)
     if client is not None:
         client.engines.discard(engine.engine_id)
+    if engine.unregister_seq is not None:
+        state.reply(engine.client, Done(engine.unregister_seq))
     state.log("info", "engine closed", engine=engine.engine_id, namespace=engine.namespace)
 
 

@@ -5,11 +5,11 @@ from ipc.messages import (
     TOKEN_BYTES,
     Acknowledge,
     Cancel,
-    CancelJob,
     Capture,
     Clear,
     Done,
     Drop,
+    Failed,
     Found,
     Goodbye,
     Hello,
@@ -19,6 +19,7 @@ from ipc.messages import (
     Mark,
     Pin,
     Register,
+    Release,
     Request,
     Restore,
     Show,
@@ -32,11 +33,12 @@ from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
 from stratad.core.intake import capture_operation, engine_of, restore_operation
-from stratad.core.ops import RUNNING, OpState
+from stratad.core.ops import OpState
 from stratad.core.state import ClientRecord, State, StatsRequest
 
 CENSUS_WAIT_S = 0.25
-LIST_LIMIT = 1000
+LIST_LIMIT = 250  # each is counted chunk by chunk
+SLOT_LIMIT = 65_536
 MARKS = ("clean", "dirty", "poisoned")
 
 
@@ -53,12 +55,18 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             queue.submit(state, restore_operation(state, client, request))
         case Acknowledge():
             _acknowledge(state, client, request)
+        case Release():
+            _give_back(state, client, request)
         case Lookup():
             _lookup(state, client, request)
         case Mark():
             engine = engine_of(state, client, request.engine_id)
-            if request.mark not in MARKS or request.slot < 0:
-                raise Refusal("bad_value", f"mark must be one of {', '.join(MARKS)} and slot >= 0, got {request}")
+            if request.mark not in MARKS or not 0 <= request.slot < SLOT_LIMIT:
+                raise Refusal(
+                    "bad_value",
+                    f"mark must be one of {', '.join(MARKS)} and slot 0..{SLOT_LIMIT - 1}, got "
+                    f"{request.mark[:20]!r} for slot {request.slot}",
+                )
             engine.marks[request.slot] = request.mark
             state.reply(client.client, Done(request.seq))
         case Drop():
@@ -77,8 +85,7 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             registration.register(state, client, request)
         case Unregister():
             engine = engine_of(state, client, request.engine_id)
-            registration.close(state, engine)
-            state.reply(client.client, Done(request.seq))
+            registration.close(state, engine, request.seq)
         case Cancel():
             _cancel(state, client, request)
         case Stats():
@@ -96,10 +103,15 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
 def _hello(state: State, client: ClientRecord, hello: Hello) -> None:
     settings = state.settings
     if hello.version != PROTOCOL_VERSION:
+        text = f"the daemon speaks protocol version {PROTOCOL_VERSION}, the client {hello.version}"
+        state.reply(client.client, Failed(hello.seq, "wrong_version", text, start_id=settings.start_id))
         state.out.append(DropClient(client.client))
-        raise Refusal(
-            "wrong_version", f"the daemon speaks protocol version {PROTOCOL_VERSION}, the client {hello.version}"
-        )
+        return
+    if client.surplus:
+        text = f"the daemon serves at most {settings.max_clients} clients at once"
+        state.reply(client.client, Failed(hello.seq, "too_many", text, start_id=settings.start_id))
+        state.out.append(DropClient(client.client))
+        return
     client.greeted = True
     client.name = hello.client
     welcome = Welcome(
@@ -171,6 +183,18 @@ def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> No
     queue.pump(state)
 
 
+def _give_back(state: State, client: ClientRecord, request: Release) -> None:
+    engine = engine_of(state, client, request.engine_id)
+    if request.image_id not in engine.takes:
+        raise Refusal("unknown_image", f"engine {engine.engine_id} has not taken image {request.image_id}")
+    engine.takes.discard(request.image_id)
+    image = state.catalog.images.get(request.image_id)
+    if image is not None:
+        image.taken -= 1
+    state.reply(client.client, Done(request.seq, int(image is not None)))
+    queue.pump(state)
+
+
 def _drop(state: State, client: ClientRecord, request: Drop) -> None:
     images = _named(state, client, request.namespace, request.conversation)
     for image in images:
@@ -198,13 +222,10 @@ def _cancel(state: State, client: ClientRecord, request: Cancel) -> None:
     op = state.ops.get(client.seqs.get(request.target_seq, -1))
     if op is None:
         raise Refusal("bad_value", f"request {request.target_seq} is not in flight")
-    op.cancelled = True
     if op.state is OpState.WAITING:
         jobs.fail(state, op, "cancelled", "the operation was cancelled before it started")
     else:
-        for run in op.stages:
-            if run.state in RUNNING:
-                state.out.append(SendTo(run.worker, CancelJob(run.job)))
+        jobs.cancel(state, op)
     state.reply(client.client, Done(request.seq))
 
 
@@ -227,8 +248,15 @@ def answer_stats(state: State, *, late: bool) -> None:
         if request.waiting and not (late and request.deadline_s <= state.now_s):
             waiting.append(request)
         else:
-            state.reply(request.client, views.stats(state, request.seq))
+            client = state.clients[request.client]
+            visible = frozenset(name for name in _namespaces(state) if _may_touch(state, client, name))
+            state.reply(request.client, views.stats(state, request.seq, request.client, visible))
     state.stats_requests = waiting
+
+
+def _namespaces(state: State) -> set[str]:
+    """Every namespace that an engine or an operation names."""
+    return {engine.namespace for engine in state.engines.values()} | {op.scope.namespace for op in state.ops.values()}
 
 
 def _list(state: State, client: ClientRecord, request: ListImages) -> None:

@@ -49,7 +49,9 @@ class Settings:
 
 
 class WorkerState(Enum):
-    """Where a worker is. KILLED: SIGKILL was sent, its end is not proven yet."""
+    """Where a worker is. KILLED: SIGKILL was asked for, its end is not proven yet. DEAD, FAILED and STOPPED: it is
+    proven gone.
+    """
 
     STARTING = "starting"
     READY = "ready"
@@ -83,6 +85,7 @@ class Worker:
     locked: set[int] = field(default_factory=set)
     making: int | None = None
     grow_failed: str = ""
+    grow_again_s: float = 0.0
     jobs: dict[int, tuple[Operation, int]] = field(default_factory=dict)
     job_bytes: int = 0
     resources: dict[str, int] = field(default_factory=dict)
@@ -93,9 +96,9 @@ class Worker:
         """Whether it takes jobs now."""
         return self.state is WorkerState.READY
 
-    def can_grow(self, settings: Settings) -> bool:
+    def can_grow(self, settings: Settings, now_s: float) -> bool:
         """Whether another shuttle is on its way or allowed."""
-        if self.grow_failed or self.state in (WorkerState.FAILED, WorkerState.STOPPED):
+        if self.state in (WorkerState.FAILED, WorkerState.STOPPED) or (self.grow_failed and now_s < self.grow_again_s):
             return False
         return self.making is not None or sum(self.sizes.values()) + settings.shuttle_bytes <= settings.arena_bytes
 
@@ -106,6 +109,7 @@ class PoolState(Enum):
     WAITING = "waiting"
     OPENING = "opening"
     OPEN = "open"
+    CLOSED = "closed"
     FAILED = "failed"
 
 
@@ -140,6 +144,8 @@ class Engine:
     marks: dict[int, str] = field(default_factory=dict)
     ops: int = 0
     takes: set[int] = field(default_factory=set)
+    unmapping: set[int] = field(default_factory=set)  # pools whose worker has been told to close them
+    unregister_seq: int | None = None  # request that waits for that
 
 
 @dataclass(slots=True, eq=False)
@@ -150,6 +156,8 @@ class ClientRecord:
     pid: int
     uid: int
     start_ticks: int
+    hello_by_s: float
+    surplus: bool = False  # one too many: its hello is answered with that, and it is dropped
     greeted: bool = False
     name: str = ""
     engines: set[int] = field(default_factory=set)

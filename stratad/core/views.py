@@ -117,8 +117,10 @@ def health(state: State) -> str:
     return "starting" if first_start else "failed"
 
 
-def stats(state: State, seq: int) -> StatsReply:
-    """Everything at this instant. The shell adds the processes' resident memory, which only it can see."""
+def stats(state: State, seq: int, client: int, visible: frozenset[str]) -> StatsReply:
+    """Everything at this instant; of engines and operations only those of the `visible` namespaces and of the client
+    itself. The shell adds the processes' resident memory, which only it can see.
+    """
     catalog = state.catalog
     staged_bytes = catalog.staged_bytes
     counters = dict(state.counters)
@@ -130,7 +132,11 @@ def stats(state: State, seq: int) -> StatsReply:
         state.now_s - state.started_s,
         health(state),
         tuple(worker_info(worker) for worker in state.workers.values()),
-        tuple(engine_info(state, engine) for engine in state.engines.values()),
+        tuple(
+            engine_info(state, engine)
+            for engine in state.engines.values()
+            if engine.client == client or engine.namespace in visible
+        ),
         tuple(
             OpInfo(
                 op.op_id,
@@ -143,6 +149,7 @@ def stats(state: State, seq: int) -> StatsReply:
                 tuple(run.stage for run in op.stages if run.state in RUNNING),
             )
             for op in state.ops.values()
+            if op.client == client or op.scope.namespace in visible
         ),
         len(catalog.images),
         len(catalog.chunks),

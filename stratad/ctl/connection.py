@@ -15,6 +15,7 @@ from typing import Final, Protocol
 from ipc.messages import ImageDetail, ImageInfo, StatsReply, Welcome
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError, JsonObject
+from stratad.ctl.permission import barrier
 from stratad.errors import DeadlineExceeded, Lost, ProtocolError, StratadError
 from stratad.paths import PathError, SocketPaths, default_run_dir, socket_paths
 
@@ -105,7 +106,7 @@ def connect_client(target: Target) -> DaemonClient:
     The client would wait for a daemon to come; a person wants to be told at once that there is none.
 
     Raises:
-        CommandError: there is no socket, or nobody listens at it.
+        CommandError: there is no socket, we may not get to it, or nobody listens at it.
         StratadError: the daemon did not take us.
     """
     try:
@@ -114,6 +115,8 @@ def connect_client(target: Target) -> DaemonClient:
         raise CommandError(
             ExitCode.USAGE, "bad_value", str(exc), "name the daemon with --run-dir and --instance"
         ) from exc
+    if barred := barrier(path):
+        raise CommandError(ExitCode.FAILED, "not_permitted", barred.what, barred.fix)
     if not path.exists():
         raise CommandError(ExitCode.NO_DAEMON, "lost", f"no daemon: there is no {path}", _START_FIX)
     if listens(path, socket.SOCK_SEQPACKET) is False:
@@ -202,8 +205,11 @@ def _from_os_error(exc: OSError) -> CommandError:
             ExitCode.NO_DAEMON, "lost", f"no daemon listens at {exc.filename or 'the socket'}", _START_FIX
         )
     if exc.errno in (errno.EACCES, errno.EPERM):
-        fix = f"run as a member of the run directory's group (now uid {os.getuid()})"
-        return CommandError(ExitCode.FAILED, "not_permitted", exc.strerror or str(exc), fix)
+        barred = barrier(Path(exc.filename).absolute()) if isinstance(exc.filename, str) else None
+        if barred is not None:
+            return CommandError(ExitCode.FAILED, "not_permitted", barred.what, barred.fix)
+        fix = f"run as a member of the run directory's group (now uid {os.geteuid()})"
+        return CommandError(ExitCode.FAILED, "not_permitted", str(exc), fix)
     return CommandError(ExitCode.FAILED, "internal", str(exc), "report it")
 
 

@@ -11,7 +11,6 @@ What happens, in this order::
 
 import argparse
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -39,6 +38,7 @@ from stratad.bench.engine_wire import (
 )
 from stratad.bench.engines import EngineError, EngineOptions, EngineProcess
 from stratad.bench.report import hardware
+from stratad.ctl.demo_model import check_device, check_stages, folder_layers, layers_of, model_folder
 from stratad.ctl.demo_text import FIRST_BODY, FIRST_QUESTION, SECOND_BODY, SECOND_QUESTION
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import Answer, CommandError, JsonObject, human_bytes, table
@@ -46,7 +46,6 @@ from stratad.engines.models import RANDOM_PREFIX, SMOLLM2
 from stratad.version import commit, package_hash
 
 # Every wait has an end. These are for a slow disk, a large model and a busy machine, not for the usual case.
-_MODEL_S: Final = 1200.0
 _LOAD_S: Final = 600.0
 _STEP_S: Final = 600.0
 _KILLED: Final = -signal.SIGKILL
@@ -54,6 +53,8 @@ _KILLED: Final = -signal.SIGKILL
 _BEGUN_TOKENS: Final = 8
 _LEAST_BUDGET_BYTES: Final = 512 << 20
 _LOG_TAIL_LINES: Final = 20
+# How many times sooner than by reading its prompt again a conversation goes on.
+PROMISED_RATIO: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Talk:
     begun: list[int]
     expected: list[int]
     logits_sha256: str
+    cache_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,11 +94,17 @@ class Outcome:
     restored: Restored
     continued: Generated
     text: str
+    parked_sha256: str = ""
 
     @property
     def identical(self) -> bool:
         """Whether the restored conversation went on with the tokens of the one that was never parked."""
         return self.continued.tokens == self.talk.expected
+
+    @property
+    def cache_identical(self) -> bool:
+        """Whether the restored cache is, byte for byte, the one that was parked."""
+        return self.restored.cache_sha256 == self.parked_sha256
 
     @property
     def ratio(self) -> float:
@@ -128,12 +136,17 @@ def run_demo(args: argparse.Namespace) -> Answer:
         CommandError: it could not be carried out (it was carried out with another outcome: an answer with exit code 1).
     """
     settings = Settings(args.model, args.tokens, args.stages, args.device, args.dtype, args.continue_tokens)
-    for name, value in (("tokens", settings.tokens), ("stages", settings.stages), ("continue", args.continue_tokens)):
+    for name, value in (("tokens", settings.tokens), ("continue", settings.continue_tokens)):
         if value < 1:
             raise CommandError(ExitCode.USAGE, "bad_value", f"--{name} must be at least 1, got {value}")
+    check_stages(settings.stages, layers_of(settings.model))
+    check_device(settings.device)
     with tempfile.TemporaryDirectory(prefix="stratad-demo-") as temp, _terminated_as_interrupted():
+        model = model_folder(settings.model)
+        if not model.startswith(RANDOM_PREFIX):
+            check_stages(settings.stages, folder_layers(Path(model)))
         try:
-            return _Demo(settings, _model_folder(settings.model), Path(temp)).run()
+            return _Demo(settings, model, Path(temp)).run()
         except EngineError as exc:
             raise CommandError(ExitCode.FAILED, exc.code, exc.message) from exc
 
@@ -153,9 +166,9 @@ class _Demo:
         budget_bytes = max(_LEAST_BUDGET_BYTES, needed_bytes)
         _say("starting a daemon of its own")
         with PrivateDaemon.start({"daemon.devices": devices, "ram.budget_bytes": str(budget_bytes)}) as daemon:
+            client, _ = daemon.connect()  # where that fails it shows the daemon's log itself
+            client.close()
             try:
-                client, _ = daemon.connect()
-                client.close()
                 first, exit_code, begun = self._park_all(daemon, talks, reference.device)
                 second, outcomes = self._restore_all(daemon, talks, begun, reference.device)
             except Exception:
@@ -188,7 +201,7 @@ class _Demo:
                 engine.call(Prefill(name, prompt), Prefilled, _STEP_S)
                 begun = engine.call(Generate(name, _BEGUN_TOKENS), Generated, _STEP_S)
                 after = engine.call(Generate(name, self._settings.continue_tokens), Generated, _STEP_S)
-                talks.append(Talk(name, prompt, begun.tokens, after.tokens, after.logits_sha256))
+                talks.append(Talk(name, prompt, begun.tokens, after.tokens, after.logits_sha256, begun.cache_sha256))
             engine.quit()
         return ready, talks
 
@@ -225,7 +238,7 @@ class _Demo:
                 restored = engine.call(order, Restored, _STEP_S)
                 continued = engine.call(Generate(talk.name, self._settings.continue_tokens), Generated, _STEP_S)
                 text = engine.call(Decode([*talk.begun, *continued.tokens]), Decoded, _STEP_S).text
-                outcomes.append(Outcome(talk, prefilled, parked, restored, continued, text))
+                outcomes.append(Outcome(talk, prefilled, parked, restored, continued, text, generated.cache_sha256))
             engine.quit()
         return ready, outcomes
 
@@ -241,6 +254,7 @@ def conclude(
     killed = exit_code == _KILLED and engines[0].pid != engines[1].pid
     shown = outcomes[0]
     identical = all(outcome.identical for outcome in outcomes)
+    same_bytes = all(outcome.cache_identical for outcome in outcomes)
     lines = [
         "",
         f"model {settings.model}, {reference.dtype}, {reference.layers} layers over {len(engines[1].stages)} stages "
@@ -254,6 +268,7 @@ def conclude(
         f"engine process {engines[0].pid} was {'killed with SIGKILL' if killed else 'NOT KILLED'} (exit code "
         f"{exit_code}); process {engines[1].pid}, which has read neither prompt, restored both",
         *(f"{outcome.talk.name} answers: {outcome.text}" for outcome in outcomes if outcome.text),
+        _pace(outcomes),
         _verdict(outcomes, killed=killed),
     ]
     data: JsonObject = {
@@ -267,6 +282,8 @@ def conclude(
         "prefill_over_restore": shown.ratio,
         "engine_killed": killed,
         "continuation_identical": identical,
+        "cache_identical": same_bytes,
+        "reference_cache_identical": all(o.talk.cache_sha256 == o.parked_sha256 for o in outcomes),
         "logits_identical": all(o.continued.logits_sha256 == o.talk.logits_sha256 for o in outcomes),
         "expected_tokens": shown.talk.expected,
         "continued_tokens": shown.continued.tokens,
@@ -279,7 +296,7 @@ def conclude(
         "hardware": {**hardware(), "engine": reference.hardware, "threads": reference.threads},
         "versions": {**reference.versions, "commit": commit(), "package_hash": package_hash()},
     }
-    return Answer(ExitCode.OK if identical and killed else ExitCode.FAILED, lines, data)
+    return Answer(ExitCode.OK if identical and same_bytes and killed else ExitCode.FAILED, lines, data)
 
 
 def _row(outcome: Outcome) -> list[str]:
@@ -310,7 +327,17 @@ def _conversation(outcome: Outcome) -> JsonObject:
     }
 
 
+def _pace(outcomes: list[Outcome]) -> str:
+    """What people see of the promise about time: it depends on the machine, so it decides nothing."""
+    slowest = min(outcome.ratio for outcome in outcomes)
+    text = f"restored {slowest:.1f} times sooner than reading the prompt again"
+    return text if slowest >= PROMISED_RATIO else f"{text}: LESS than the {PROMISED_RATIO:g} times that are promised"
+
+
 def _verdict(outcomes: list[Outcome], *, killed: bool) -> str:
+    damaged = [outcome.talk.name for outcome in outcomes if not outcome.cache_identical]
+    if damaged:
+        return f"FAILED: the restored cache of {' and '.join(damaged)} does not have the bytes that were parked"
     wrong = [outcome.talk.name for outcome in outcomes if not outcome.identical]
     if wrong:
         return f"FAILED: {' and '.join(wrong)} did not go on with the tokens of the run that never parked"
@@ -318,31 +345,6 @@ def _verdict(outcomes: list[Outcome], *, killed: bool) -> str:
         return "FAILED: the engine process that parked was not killed"
     count = len(outcomes[0].talk.expected)
     return f"both went on with the same {count} tokens as the run that never parked"
-
-
-def _model_folder(model: str) -> str:
-    """What an engine process takes as its model; the weights are got in a process of their own, which may need torch.
-
-    Raises:
-        CommandError: they could not be had.
-    """
-    if model.startswith(RANDOM_PREFIX):
-        return model
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "stratad.engines.models", model],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=_MODEL_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise CommandError(ExitCode.FAILED, "deadline", f"the model {model} could not be had in time") from None
-    if done.returncode != 0:
-        fix = f"see its message above; without a network: --model {RANDOM_PREFIX}{SMOLLM2}"
-        raise CommandError(ExitCode.FAILED, "model", f"the model {model} could not be had", fix)
-    return done.stdout.strip().splitlines()[-1]
 
 
 @contextmanager
@@ -364,9 +366,9 @@ def _say(what: str) -> None:
 
 
 def _show_log(daemon: PrivateDaemon) -> None:
-    """The end of the daemon's log, which lies beside its run directory and is removed with it."""
+    """The end of the daemon's log, which is removed with it."""
     try:
-        lines = (daemon.run_dir.parent / "log").read_text(errors="replace").splitlines()
+        lines = daemon.log_path.read_text(errors="replace").splitlines()
     except OSError:
         return
     for line in lines[-_LOG_TAIL_LINES:]:

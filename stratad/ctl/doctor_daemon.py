@@ -13,6 +13,7 @@ from shm.shuttle import MOUNT
 from stratad.ctl.connection import Connect, Target, connected, listens, paths_of
 from stratad.ctl.findings import Check, State
 from stratad.ctl.output import CommandError, JsonObject, human_age
+from stratad.ctl.permission import barrier
 from stratad.paths import PathError, SocketPaths
 from stratad.version import package_hash
 
@@ -27,6 +28,9 @@ def sockets(target: Target) -> Iterator[Check]:
         check_socket_path(paths.client)
     except (PathError, RunDirError) as exc:
         yield Check("sockets", State.FAIL, str(exc), "choose another one with --run-dir or --instance")
+        return
+    if barred := barrier(paths.life):
+        yield Check("sockets", State.FAIL, barred.what, barred.fix)
         return
     yield instance_lock(target.instance, answers=listens(paths.life, socket.SOCK_SEQPACKET) is True)
     if not paths.directory.exists():
@@ -118,6 +122,9 @@ def daemon(target: Target, connect: Connect) -> DaemonFinding:
         paths = paths_of(target)
     except PathError as exc:
         return DaemonFinding(Check("daemon", State.FAIL, str(exc), "choose another --run-dir or --instance"), None)
+    if barred := barrier(paths.life):
+        what = f"whether one runs as instance {target.instance} cannot be seen: {barred.what}"
+        return DaemonFinding(Check("daemon", State.WARN, what, barred.fix), None)
     if listens(paths.life, socket.SOCK_SEQPACKET) is not True:
         return DaemonFinding(Check("daemon", State.OK, f"no daemon runs as instance {target.instance}"), None)
     try:

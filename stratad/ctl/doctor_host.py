@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from stratad.ctl.findings import Check, State
 
@@ -21,6 +21,10 @@ _NVIDIA_SMI_TIMEOUT_S: Final = 15.0
 _TORCH_TIMEOUT_S: Final = 60.0
 _GPU_LINE: Final = re.compile(r"^GPU (?P<index>\d+): (?P<name>.*) \(UUID: (?P<uuid>GPU-[0-9a-fA-F-]+)\)")
 _LAST_SYSTEM_UID: Final = 999
+# Users that nobody logs in as either: nobody itself, and those that systemd makes up for a service (DynamicUser=).
+_NOBODY_UID: Final = 65534
+_DYNAMIC_UIDS: Final = range(61184, 65520)
+TORCH_FIX: Final = "install a torch build for this driver into the daemon's virtual environment"
 _TORCH_PROBE: Final = "import torch; print(torch.__version__, torch.cuda.is_available(), torch.cuda.device_count())"
 
 
@@ -65,8 +69,16 @@ def _nvidia(in_driver: int) -> Check:
     return Check("devices", State.OK, f"{len(gpus)} GPUs ({names})", data={"gpus": [dict(gpu) for gpu in gpus]})
 
 
-def _torch() -> Check:
-    fix = "install a torch build for this driver into the daemon's virtual environment"
+class TorchSight(NamedTuple):
+    """What torch sees: its version and number of GPUs; `trouble` says why there are none, and is empty otherwise."""
+
+    version: str
+    gpus: int
+    trouble: str
+
+
+def torch_sees_gpus() -> TorchSight:
+    """Ask torch for GPUs, in a process of its own."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _TORCH_PROBE],
@@ -76,13 +88,21 @@ def _torch() -> Check:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Check("torch", State.FAIL, f"torch did not answer in {_TORCH_TIMEOUT_S:g} s", fix)
+        return TorchSight("", 0, f"torch did not answer in {_TORCH_TIMEOUT_S:g} s")
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()
-        return Check("torch", State.FAIL, last[-1] if last else f"exit status {done.returncode}", fix)
+        return TorchSight("", 0, last[-1] if last else f"torch ended with exit status {done.returncode}")
     version, available, count = done.stdout.split()[-3:]
-    state = State.OK if available == "True" else State.FAIL
-    return Check("torch", state, f"torch {version} sees {count} GPUs", "" if state is State.OK else fix)
+    if available != "True":
+        return TorchSight(version, 0, f"torch {version} sees no GPU")
+    return TorchSight(version, int(count), "")
+
+
+def _torch() -> Check:
+    seen = torch_sees_gpus()
+    if seen.trouble:
+        return Check("torch", State.FAIL, seen.trouble, TORCH_FIX)
+    return Check("torch", State.OK, f"torch {seen.version} sees {seen.gpus} GPUs")
 
 
 def kernel() -> Iterator[Check]:
@@ -121,7 +141,8 @@ def _seals_work() -> bool:
 def user(uid: int | None = None, root: Path = Path("/")) -> Iterator[Check]:
     """Whether logind would delete the shuttles when the user logs out."""
     uid = os.getuid() if uid is None else uid
-    if uid <= _LAST_SYSTEM_UID or not (root / "run/systemd/users").is_dir():
+    is_system = uid <= _LAST_SYSTEM_UID or uid == _NOBODY_UID or uid in _DYNAMIC_UIDS
+    if is_system or not (root / "run/systemd/users").is_dir():
         yield Check("user", State.OK, f"uid {uid}: no login session owns the shared memory")
         return
     if not removes_ipc(_logind_files(root)) or (root / "var/lib/systemd/linger" / _login_name(uid)).exists():

@@ -1,10 +1,11 @@
 """Checks of the installation: where each package comes from, and which versions there are."""
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,8 @@ DEPENDENCIES: Final[dict[str, str]] = {
     "zmq": "pyzmq",
 }
 _REQUIREMENT: Final = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)>=(?P<version>[0-9.]+)$")
+# What python takes for a module of a name: a script without a suffix, such as our own in a bin folder, is none.
+_MODULE_SUFFIXES: Final = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
 _SHADOW_FIX: Final = (
     "give the daemon and the engine a virtual environment of their own, start them with `python -P`, "
     "and uninstall or move the foreign package"
@@ -33,7 +36,7 @@ def packages() -> Iterator[Check]:
     """Origins of our packages, foreign ones that could hide them, and the versions of what we stand on."""
     yield _own_origins()
     yield foreign(Path.cwd(), sys.path)
-    yield _dependencies()
+    yield dependencies()
 
 
 def _own_origins() -> Check:
@@ -62,34 +65,43 @@ def _strangers(folder: Path) -> Iterator[Path]:
     """What in `folder` could be imported under one of our names without being ours."""
     for name in PACKAGES:
         own = package_dir(name)
-        for candidate in (folder / name, folder / f"{name}.py"):
-            is_module = candidate.is_file() or (candidate / "__init__.py").is_file()
-            if is_module and (own is None or candidate.resolve() != own.resolve()):
-                yield candidate
+        package = folder / name
+        if (package / "__init__.py").is_file() and (own is None or package.resolve() != own.resolve()):
+            yield package
+        for suffix in _MODULE_SUFFIXES:
+            module = folder / f"{name}{suffix}"
+            if module.is_file():
+                yield module
 
 
-def _dependencies() -> Check:
-    minimums = minimum_versions(_requirements())
+def dependencies(needed: Mapping[str, str] = DEPENDENCIES, requirements: Iterable[str] | None = None) -> Check:
+    """Whether what we stand on is there and new enough; `needed` maps import names to distributions."""
+    minimums = minimum_versions(_requirements() if requirements is None else requirements)
     versions: dict[str, str] = {}
     origins: dict[str, str] = {}
-    wrong: list[str] = []
-    for module, distribution in DEPENDENCIES.items():
+    wrong: dict[str, str] = {}
+    for module, distribution in needed.items():
         spec = importlib.util.find_spec(module)
         if spec is None:
-            wrong.append(f"{distribution} is missing")
+            wrong[distribution] = "is missing"
             continue
         origins[module] = spec.origin or ""
         versions[distribution] = _version(distribution)
         least = minimums.get(distribution, "")
         if least and versions[distribution] and _numbers(versions[distribution]) < _numbers(least):
-            wrong.append(f"{distribution} {versions[distribution]} is older than {least}")
+            wrong[distribution] = f"{versions[distribution]} is older than {least}"
     versions["python"] = ".".join(map(str, sys.version_info[:3]))
     torch_version = _version("torch")
     if torch_version:
         versions["torch"] = torch_version
     data: JsonObject = {"versions": dict(versions), "module_origins": dict(origins)}
     if wrong:
-        return Check("versions", State.FAIL, "; ".join(wrong), "pip install --upgrade stratad", data)
+        text = "; ".join(f"{distribution} {what}" for distribution, what in wrong.items())
+        fix = (
+            f"install {', '.join(wrong)}: in the checkout run `pip install -e .` with the pip of this virtual "
+            "environment, or `bash tools/demo.sh`, which makes one"
+        )
+        return Check("versions", State.FAIL, text, fix, data)
     text = ", ".join(f"{name} {version or 'of unknown version'}" for name, version in versions.items())
     return Check("versions", State.OK, text, data=data)
 

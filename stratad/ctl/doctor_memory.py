@@ -113,15 +113,21 @@ def has_gpu(root: Path = Path("/")) -> bool:
 
 
 def memory(target: Target, config_file: Path | None, stats: StatsReply | None) -> Iterator[Check]:
-    """All checks of memory, against the budget of the running daemon or, with none, of the configuration."""
+    """All checks of memory, against the budget of the running daemon or, with none, of the configuration.
+
+    A file that was named is always examined: the next daemon is to start with it.
+    """
     budget_bytes: int | None = None
-    if stats is not None:
-        budget_bytes = stats.budget_bytes
-    else:
+    if stats is None or config_file is not None:
         try:
             budget_bytes = configured_budget_bytes(target, config_file)
         except ConfigError as exc:
             yield Check("configuration", State.FAIL, str(exc), "mend it; `stratad --print-config` shows every setting")
+        else:
+            if config_file is not None:
+                yield Check("configuration", State.OK, f"{config_file} can be used")
+    if stats is not None:
+        budget_bytes = stats.budget_bytes
     held_bytes = sum(segment.size_bytes for segment in list_segments(target.instance))
     yield shared_memory(budget_bytes, held_bytes)
     yield page_lock(needed=has_gpu())

@@ -50,6 +50,8 @@ def show(client: DaemonClient, namespace: str, conversation: str, now_unix_s: fl
 
 
 def _detail_lines(detail: ImageDetail, now_unix_s: float) -> list[str]:
+    from shm.shuttle import MOUNT  # noqa: PLC0415 - `stratactl status` must not load it
+
     image = detail.image
     flags = _flags(image)
     lines = [
@@ -59,7 +61,8 @@ def _detail_lines(detail: ImageDetail, now_unix_s: float) -> list[str]:
         f"{human_bytes(image.image_bytes)} in {human_bytes(image.stored_bytes)} "
         f"({human_bytes(image.exclusive_bytes)} of its own)",
         f"captured {human_age(now_unix_s - image.created_unix_s)} ago, "
-        f"used {human_age(now_unix_s - image.used_unix_s)} ago, restored {image.restores} times",
+        f"used {human_age(now_unix_s - image.used_unix_s)} ago, "
+        f"restored {'once' if image.restores == 1 else f'{image.restores} times'}",
         "fingerprint:",
         *(f"  {printable(key)} = {printable(value)}" for key, value in sorted(detail.fingerprint.items())),
         "",
@@ -73,7 +76,7 @@ def _detail_lines(detail: ImageDetail, now_unix_s: float) -> list[str]:
             str(chunk.references),
             chunk.algorithm,
             chunk.digest.hex(),
-            " ".join(f"{e['segment']}+{e['offset_bytes']}" for e in _extents(chunk)),
+            ", ".join(f"{MOUNT}/{str(e['segment']).lstrip('/')} +{e['offset_bytes']}" for e in _extents(chunk)),
         )
         for chunk in detail.chunks
     )

@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final, Protocol, TextIO
 
+from stratad import __version__
 from stratad.ctl import exit_codes
 from stratad.ctl.connection import Connect, DaemonClient, Target, connect_client, connected
 from stratad.ctl.exit_codes import ExitCode
-from stratad.ctl.lazy import LazyParser
+from stratad.ctl.lazy import ArgumentsRefused, LazyParser
 from stratad.ctl.output import Answer, CommandError, write_answer
 from stratad.errors import StratadError
 
@@ -28,14 +29,17 @@ def main(argv: Sequence[str] | None = None, connect: Connect = connect_client) -
 
     `connect` is how a daemon is reached (tests hand in their own).
     """
-    as_json = False
+    words = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in words  # whoever asked for JSON gets it also where the rest cannot be parsed
     try:
-        args = _parse(list(sys.argv[1:] if argv is None else argv), connect)
+        args = _parse(words, connect)
         as_json = args.json
         run: Run = args.run
         answer = run(args)
-    except SystemExit as exc:  # argparse has printed its own text
+    except SystemExit as exc:  # argparse has printed the help or the version
         return exc.code if isinstance(exc.code, int) else ExitCode.USAGE
+    except ArgumentsRefused as exc:
+        answer = _refusal(exc)
     except KeyboardInterrupt:
         answer = _failure(CommandError(ExitCode.INTERRUPTED, "interrupted", "interrupted"))
     except CommandError as exc:
@@ -48,11 +52,7 @@ def main(argv: Sequence[str] | None = None, connect: Connect = connect_client) -
 
 
 def _parse(argv: Sequence[str], connect: Connect) -> argparse.Namespace:
-    parser = build_parser(connect)
-    args = parser.parse_args(argv)
-    if not 0 < args.timeout <= MAX_TIMEOUT_S:
-        parser.error(f"argument --timeout: expected seconds in (0, {MAX_TIMEOUT_S:g}], got {args.timeout:g}")
-    return args
+    return build_parser(connect).parse_args(argv)
 
 
 def _failure(exc: CommandError) -> Answer:
@@ -62,6 +62,14 @@ def _failure(exc: CommandError) -> Answer:
         lines.append(f"  fix: {exc.fix}")
     error = {"code": exc.code, "message": exc.what, "fix": exc.fix, "exit_code": int(exc.exit_code), **exc.data}
     return Answer(exc.exit_code, lines, {"error": error})
+
+
+def _refusal(exc: ArgumentsRefused) -> Answer:
+    """Wrong arguments: the usage of the command that was called, then the error as any other."""
+    fix = f"see `{exc.program} --help`"
+    answer = _failure(CommandError(ExitCode.USAGE, "usage", exc.message, fix))
+    lines = [*exc.usage.rstrip().splitlines(), f"{exc.program}: error: {exc.message}", f"  fix: {fix}"]
+    return Answer(answer.exit_code, lines, answer.data)
 
 
 def _finish(answer: Answer, *, as_json: bool) -> int:
@@ -107,22 +115,23 @@ def _silence(stream: TextIO | None) -> None:
 
 def build_parser(connect: Connect) -> argparse.ArgumentParser:
     """All subcommands; each sets `run`. Arguments of `demo` and `bench` are made only when they are called."""
-    parser = argparse.ArgumentParser(
+    parser = LazyParser(
         prog="stratactl",
         description="Ask a stratad daemon, or examine the host it runs on.",
         epilog=exit_codes.help_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"stratactl {__version__}")
     _add_common(parser)
     parser.set_defaults(run_dir=None, instance=DEFAULT_INSTANCE, timeout=DEFAULT_TIMEOUT_S, json=False)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=LazyParser)
 
-    def add(name: str, text: str, run: Run) -> argparse.ArgumentParser:
+    def add(name: str, text: str, run: Run, more: str = "") -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=text,
-            description=text,
+            description=f"{text[0].upper()}{text[1:]}. {more}".strip(),
             epilog=exit_codes.help_text(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             conflict_handler="resolve",
@@ -136,14 +145,21 @@ def build_parser(connect: Connect) -> argparse.ArgumentParser:
     doctor = add(
         "doctor", "examine devices, memory, sockets and packages, with a fix for each trouble", _doctor(connect)
     )
-    doctor.add_argument("--config", type=Path, metavar="FILE", help="the daemon's TOML file, for its budget")
+    doctor.add_argument(
+        "--config", type=Path, metavar="FILE", help="the daemon's TOML file: must be usable, and names the budget"
+    )
     doctor.add_argument("--torch", action="store_true", help="also try torch on the GPUs, in a process of its own")
     _lazily(add("demo", "park and restore a real model's conversation", _demo), _demo_arguments)
     _lazily(add("bench", "measure the daemon on this host", _bench), _bench_arguments)
     return parser
 
 
-Add = Callable[[str, str, Run], argparse.ArgumentParser]
+class Add(Protocol):
+    """Adds one command: its name, what it does, what carries it out, and more for its own help."""
+
+    def __call__(self, name: str, text: str, run: Run, more: str = "") -> argparse.ArgumentParser:
+        """The command's parser."""
+        ...
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -152,8 +168,23 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, default=hide, metavar="DIR", help="directory with the daemon's sockets")
     parser.add_argument("--instance", default=hide, metavar="NAME", help=f"which daemon (default: {DEFAULT_INSTANCE})")
     timeout_help = f"how long the daemon may take to answer (default: {DEFAULT_TIMEOUT_S:g})"
-    parser.add_argument("--timeout", type=float, default=hide, metavar="SECONDS", help=timeout_help)
+    parser.add_argument("--timeout", type=_timeout, default=hide, metavar="SECONDS", help=timeout_help)
     parser.add_argument("--json", action="store_true", default=hide, help="print one JSON object, last")
+
+
+def _timeout(text: str) -> float:
+    """Seconds on the command line.
+
+    Raises:
+        ArgumentTypeError: no number, or out of bounds.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0 and at most {MAX_TIMEOUT_S:g}, got {text!r}")
+    return seconds
 
 
 def target_of(args: argparse.Namespace) -> Target:
@@ -193,6 +224,7 @@ def _add_daemon_commands(add: Add, connect: Connect) -> None:
         "pin",
         "keep one image from eviction",
         with_client(lambda c, a: images.pin(c, a.namespace, a.conversation, pinned=not a.off)),
+        "The pin is kept when the conversation is captured again.",
     )
     _name_image(command)
     command.add_argument("--off", action="store_true", help="let it be evicted again")

@@ -315,6 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="stratad.engines.models", description="get a model into the cache directory")
     parser.add_argument("model", help=f"{SMOLLM2}, a folder, or {RANDOM_PREFIX}SHAPE")
     parser.add_argument("--cache", type=Path, default=None, help="cache directory")
+    parser.add_argument("--error-to-stdout", action="store_true", help="for a caller that shows the error itself")
     chosen = parser.parse_args(arguments)
     # Read when the model library is first imported, which is later: it shall ask no network and draw no bars.
     os.environ.update(
@@ -323,7 +324,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         folder = model_dir(chosen.model, chosen.cache)
     except ModelError as exc:
-        _say(str(exc))
+        if chosen.error_to_stdout:
+            sys.stdout.write(f"{exc}\n")
+        else:
+            _say(str(exc))
         return 1
     sys.stdout.write(f"{folder or ''}\n")
     return 0

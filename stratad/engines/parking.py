@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
-from ipc.messages import Captured, ImageDetail, Restored, Welcome
+from ipc.messages import Captured, Restored, Welcome
 from stratad.pools import StagePool
 
 Runs: TypeAlias = Sequence[tuple[int, int]]
@@ -63,7 +63,7 @@ class ParkingEngine(Protocol):
     def restore(
         self, conversation: str, rows: Runs, slot: int, *, tokens: int = -1, deadline_s: float
     ) -> RestoreTicket:
-        """Start to fill rows."""
+        """Start to fill rows: exactly those of `tokens`, or as many of the first as all tokens (-1) need."""
         ...
 
     def take(self, conversation: str, rows: Runs, slot: int, *, tokens: int = -1, deadline_s: float) -> RestoreTicket:
@@ -91,8 +91,4 @@ class ParkingClient(Protocol):
         self, *, engine: str, namespace: str, fingerprint: Mapping[str, str], stages: Sequence[StagePool]
     ) -> ParkingEngine:
         """Register an engine with its pools."""
-        ...
-
-    def show(self, namespace: str, conversation: str, *, deadline_s: float | None = None) -> ImageDetail:
-        """The image of a conversation."""
         ...

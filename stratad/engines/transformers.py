@@ -10,13 +10,14 @@ First form: every layer must be a plain `DynamicLayer` (full attention, batch of
 because their keys and values are not all there is to restore (a window's position, recurrent state).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from shm.layout import StageLayout
 from stratad.engines.kv_planes import StagePlanes, layout_for, pool_bytes_for
 from stratad.engines.model_layers import fingerprint_of, layer_form, observe_layers, plain_layers, split_layers
 from stratad.engines.parking import CaptureTicket, Found, ParkingClient, ParkingEngine, RestoreTicket
@@ -37,13 +38,10 @@ class CacheParker:
 
     def __init__(
         self,
-        client: ParkingClient,
         engine: ParkingEngine,
         planes: Sequence[StagePlanes],
-        pools: Sequence[CpuPool],
+        stages: Sequence[StagePool],
         *,
-        namespace: str,
-        stage_devices: Sequence[str],
         config: PreTrainedConfig,
         slots: int,
         max_tokens: int,
@@ -51,13 +49,11 @@ class CacheParker:
         """Use `register`; this takes what that has made."""
         self.slots: Final = slots
         self.max_tokens: Final = max_tokens
-        self.stage_devices: Final = tuple(stage_devices)
+        self.stage_devices: Final = tuple(stage.device for stage in stages)
         self.token_bytes: Final = sum(layout_for(stage.forms, 1).row_bytes for stage in planes)
-        self._client: Final = client
         self._engine: Final = engine
-        self._namespace: Final = namespace
         self._planes: Final = tuple(planes)
-        self._pools: Final = tuple(pools)
+        self._pools: Final = tuple(_cpu_pools(stages))
         self._config: Final = config
         self._last: dict[int, CaptureTicket | RestoreTicket] = {}  # by slot: what may still touch its rows
 
@@ -97,41 +93,22 @@ class CacheParker:
         split = split_layers(observe_layers(model), stages)
         if devices and len(devices) != len(split):
             raise UsageError("bad_value", f"{len(devices)} devices were named for {len(split)} stages")
+        made: list[StagePool] = []
         planes: list[StagePlanes] = []
-        pools: list[CpuPool] = []
-        registered: list[StagePool] = []
         try:
             for number, forms in enumerate(split):
                 layout = layout_for(forms, slots * max_tokens, client.welcome.chunk_tokens)
-                device, memory = forms[0].device, None
-                if device.type == "cpu":
-                    memory = CpuPool.allocate(pool_bytes_for(layout), f"stratad-pool-{number}")
-                    pools.append(memory)
-                    tensor = memory.tensor(torch.uint8, (memory.nbytes,))
-                    registered.append(StagePool(devices[number] if devices else f"cpu:{number}", layout, memory))
-                else:
-                    tensor = torch.zeros(pool_bytes_for(layout), dtype=torch.uint8, device=device)
-                    registered.append(StagePool(str(device), layout, tensor))
-                planes.append(StagePlanes(forms, slots * max_tokens, tensor))
+                made.append(_allocate(layout, forms[0].device, devices[number] if devices else f"cpu:{number}"))
+                planes.append(StagePlanes(forms, slots * max_tokens, _bytes_of(made[-1])))
                 planes[-1].sign()
             fingerprint = fingerprint_of(model, split[0][0].dtype, revision)
-            engine = client.register(engine=name, namespace=namespace, fingerprint=fingerprint, stages=registered)
+            engine = client.register(engine=name, namespace=namespace, fingerprint=fingerprint, stages=made)
         except BaseException:
             planes.clear()
-            for pool in pools:
+            for pool in _cpu_pools(made):
                 pool.close()
             raise
-        return cls(
-            client,
-            engine,
-            planes,
-            pools,
-            namespace=namespace,
-            stage_devices=[stage.device for stage in registered],
-            config=model.config,
-            slots=slots,
-            max_tokens=max_tokens,
-        )
+        return cls(engine, planes, made, config=model.config, slots=slots, max_tokens=max_tokens)
 
     def park(
         self,
@@ -181,16 +158,17 @@ class CacheParker:
             Busy: an earlier operation still had the slot's rows at the deadline.
             StratadError: whatever else the daemon says.
         """
-        first, rows = self._rows_for(conversation, slot, tokens, deadline_s)
-        ticket = self._engine.restore(conversation, rows, slot, tokens=rows[0][1], deadline_s=deadline_s)
+        first, rows = self._rows_for(slot, tokens, deadline_s)
+        asked = -1 if tokens is None else tokens
+        ticket = self._engine.restore(conversation, rows, slot, tokens=asked, deadline_s=deadline_s)
         return self._restored(ticket, slot, first)
 
     def take(
         self, conversation: str, *, slot: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
     ) -> tuple[DynamicCache, int]:
         """Like `restore` of all tokens, and the image is given up once its bytes are in the slot."""
-        first, rows = self._rows_for(conversation, slot, None, deadline_s)
-        ticket = self._engine.take(conversation, rows, slot, tokens=rows[0][1], deadline_s=deadline_s)
+        first, rows = self._rows_for(slot, None, deadline_s)
+        ticket = self._engine.take(conversation, rows, slot, deadline_s=deadline_s)
         return self._restored(ticket, slot, first)
 
     def lookup(self, token_ids: Sequence[int]) -> Found | None:
@@ -225,13 +203,13 @@ class CacheParker:
         self._last.pop(slot, None)
         return slot * self.max_tokens
 
-    def _rows_for(
-        self, conversation: str, slot: int, tokens: int | None, deadline_s: float
-    ) -> tuple[int, list[tuple[int, int]]]:
-        """First row, and the rows of a slot that `tokens` tokens of an image take (None: all of it)."""
+    def _rows_for(self, slot: int, tokens: int | None, deadline_s: float) -> tuple[int, list[tuple[int, int]]]:
+        """First row, and the rows of a slot that `tokens` tokens take (None: all of the slot's, of which an image takes
+        the first).
+        """
         first = self._free_slot(slot, deadline_s)
         if tokens is None:
-            tokens = self._client.show(self._namespace, conversation, deadline_s=deadline_s).image.tokens
+            tokens = self.max_tokens
         if not 0 < tokens <= self.max_tokens:
             raise UsageError("bad_tokens", f"a slot holds 1 to {self.max_tokens} tokens, got {tokens}")
         return first, [(first, tokens)]
@@ -266,3 +244,19 @@ class CacheParker:
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
         return cache, tokens
+
+
+def _allocate(layout: StageLayout, device: torch.device, cpu_device: str) -> StagePool:
+    """A pool of zeros where the stage's layers lie; `cpu_device` is what the daemon calls a `CpuPool`'s device."""
+    if device.type == "cpu":
+        return StagePool(cpu_device, layout, CpuPool.allocate(pool_bytes_for(layout)))
+    return StagePool(str(device), layout, torch.zeros(pool_bytes_for(layout), dtype=torch.uint8, device=device))
+
+
+def _bytes_of(stage: StagePool) -> torch.Tensor:
+    memory = stage.memory
+    return memory.tensor(torch.uint8, (memory.nbytes,)) if isinstance(memory, CpuPool) else memory
+
+
+def _cpu_pools(stages: Iterable[StagePool]) -> list[CpuPool]:
+    return [stage.memory for stage in stages if isinstance(stage.memory, CpuPool)]

@@ -391,18 +391,7 @@ def kernel_rates(rig: GpuRig, pool: CudaPool, rows: list[int]) -> dict[str, floa
     work = SliceWork(pool, RowMap.parse(pack_rows(runs_of(rows)), layout.rows, 1), tuple(chunks), -1)
     table = slice_table(work, layout)
     slot = SlotMemory(rig.runtime, Counts(), 64 * MIB, rig.cuda.kernels.move)
-    row_address, chunk_address = slot.load(table, rig.stream)
-    loaded = LoadedSlice(
-        table,
-        layout,
-        pool.address,
-        pool.size_bytes,
-        pool.planes,
-        pool.width,
-        row_address,
-        chunk_address,
-        slot.staging.address,
-    )
+    loaded = LoadedSlice.of(pool, slot, table, rig.stream)
     kernels = rig.cuda.kernels
     calls: dict[str, Callable[[], None]] = {
         "digest_rows": lambda: kernels.digest_rows(loaded, slot.source_sums, rig.stream),
@@ -451,7 +440,7 @@ def test_a_worker_process_on_the_gpu(tmp_path: Path) -> None:
     engine = EngineProcess(layout.end_bytes, tmp_path)
     try:
         with SmallSupervisor(tmp_path) as supervisor:
-            supervisor.start("template", "--import-torch")
+            supervisor.start("--import-torch")
             ready = supervisor.heard(TemplateReady, 120.0)
             supervisor.order(
                 supervisor.spec(worker="cpu0", device=gpu_uuid(), slice_bytes=64 * MIB, staging_bytes=64 * MIB)

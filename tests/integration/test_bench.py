@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from stratad.bench.daemon import PrivateDaemon
 from stratad.version import package_hash
 from tests.support.wait import wait_until
 
@@ -60,9 +63,23 @@ def test_copy_on_cpu() -> None:
         (layout, op) for layout in ("slot", "paged") for op in ("capture", "restore")
     }
     assert all(row["byte_exact"] and row["moved_bytes"] == row["bytes"] for row in report["rows"])
+    for row in report["rows"]:
+        assert 0 < row["lane_s"] < row["seconds"]
+        assert row["overhead_s"] == pytest.approx(row["seconds"] - row["lane_s"], abs=2e-5)
     for op in ("capture", "restore"):
         worst = min(row["over_limit"] for row in report["rows"] if row["op"] == op)
         assert report["ratios"][f"{op}_over_limit"] == worst
+
+
+def test_the_daemons_log_is_appended_to() -> None:
+    """Whoever else writes to it, or empties it, loses no line of the daemon's."""
+    with PrivateDaemon.start({"daemon.devices": "cpu:1"}) as daemon:
+        client, _ = daemon.connect()
+        client.close()
+        assert "ready" in daemon.log_path.read_text()
+        (flags,) = re.findall(r"flags:\s+(\d+)", Path(f"/proc/{daemon.pid}/fdinfo/2").read_text())
+        assert int(flags, 8) & os.O_APPEND
+    assert not daemon.log_path.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])

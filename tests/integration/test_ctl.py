@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from stratad.bench.cpu_engine import NAMESPACE, CpuEngine, token_ids
 from stratad.client import Client
 from stratad.version import PACKAGES, package_dir
 from tests.support.daemon import DaemonProcess
+from tests.support.instances import fresh_instance
 from tests.support.wait import wait_until
 
 # The interpreter's start on a busy host, beside the time-out that was asked for.
@@ -166,6 +168,15 @@ def test_what_a_killed_daemon_leaves() -> None:
     checks = {check["name"]: check["state"] for check in json.loads(doctor.stdout)["checks"]}
     assert checks["sockets"] == "warn"
     assert doctor.returncode in (4, 5)
+
+
+def test_the_installed_script_takes_nothing_of_ours_for_foreign(tmp_path: Path) -> None:
+    script = Path(sysconfig.get_path("scripts")) / "stratactl"
+    command = [str(script), "doctor", "--json", "--run-dir", str(tmp_path), "--instance", fresh_instance()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path)
+    checks = {check["name"]: check for check in json.loads(done.stdout.splitlines()[-1])["checks"]}
+    assert checks["shadowing"]["state"] == "ok", checks["shadowing"]
+    assert checks["origins"]["state"] == "ok"
 
 
 def test_no_daemon_at_all(tmp_path: Path) -> None:

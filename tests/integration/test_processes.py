@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from shm.process import is_gone, start_ticks
+from shm.shuttle import MOUNT
 from stratad.client import Client
 from stratad.errors import DeadlineExceeded, PeerGone
 from tests.support.daemon import DaemonProcess
@@ -215,3 +216,25 @@ def test_ten_thousand_operations_leave_every_counter_as_it_was(client: Client) -
 
 def without_counts(resources: dict[str, int]) -> dict[str, int]:
     return {name: value for name, value in resources.items() if not name.startswith("jobs")}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_an_instance_of_another_user_is_refused_by_name() -> None:
+    daemon = DaemonProcess("cpu:1")
+    lock = MOUNT / f"stratad.{daemon.instance}.lock"
+    try:
+        lock.touch()
+        os.chown(lock, 65534, 65534)
+        refused = subprocess.run(daemon.command(), capture_output=True, timeout=20, check=False)
+        assert refused.returncode == 3
+        assert b"belongs to uid 65534" in refused.stderr
+        assert b"--instance" in refused.stderr
+    finally:
+        lock.unlink(missing_ok=True)
+        daemon.close()
+
+
+def test_a_budget_smaller_than_a_shuttle_makes_the_shuttle_smaller() -> None:
+    with DaemonProcess("cpu:2", {"ram.budget_bytes": "1MiB"}) as daemon, daemon.client() as client:
+        wait_until(lambda: client.stats().health == "ok" and all(w.shuttles for w in client.stats().workers))
+        assert sum(worker.shuttle_bytes for worker in client.stats().workers) <= 1024 * 1024

@@ -1,7 +1,5 @@
 """A client with one registered engine on a fake daemon, as most tests of the client begin."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import NamedTuple
 
 from ipc.messages import WorkerProcess
 from shm.layout import Plane, StageLayout, StatePlane
-from shm.process import start_ticks
 from stratad.client import Client, CpuPool, Engine, StagePool
 from tests.support.fake_daemon import FakeDaemon
 
@@ -51,29 +48,3 @@ def rig(
             yield Rig(daemon, client, engine, pools)
     for pool in pools:
         pool.close()
-
-
-class FakeWorker:
-    """A process that does nothing, to be named as a worker and killed."""
-
-    def __init__(self, child: "subprocess.Popen[bytes]") -> None:
-        self._child = child
-        self.process = WorkerProcess(0, "cpu:0", child.pid, start_ticks(child.pid))
-
-    def kill(self) -> None:
-        """SIGKILL; back when it is gone."""
-        self._child.kill()
-        self._child.wait()
-
-
-@contextmanager
-def fake_worker() -> Iterator[FakeWorker]:
-    """A `FakeWorker`, killed at the end."""
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    worker = FakeWorker(child)
-    try:
-        yield worker
-    finally:
-        worker.kill()
-        assert child.stdin is not None
-        child.stdin.close()

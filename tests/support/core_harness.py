@@ -16,6 +16,7 @@ from ipc.messages import (
     MakeShuttle,
     MemfdPool,
     OpenPool,
+    PoolClosed,
     PoolOpened,
     Progress,
     Register,
@@ -35,7 +36,7 @@ from shm.extent import unpack_places
 from shm.layout import Plane, StageLayout, StatePlane
 from shm.rows import pack_rows
 from stratad.core.core import Core
-from stratad.core.effects import Effect, KillWorker, ReplyTo, SendTo, SpawnWorker
+from stratad.core.effects import DropClient, Effect, KillWorker, ReplyTo, SendTo, SpawnWorker
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
 
@@ -100,13 +101,14 @@ class Harness:
     effects: list[Effect] = field(default_factory=list)
     generations: dict[str, int] = field(default_factory=dict)
     content: Callable[[int, int], bytes] = lambda stage, chunk: bytes([stage, chunk % 256]) * 8
+    dropped: set[int] = field(default_factory=set)
     seq: int = 0
     auto: bool = True
 
     @classmethod
-    def make(cls, workers: int = 2, **changes: object) -> "Harness":
+    def make(cls, workers: int = 2, devices: dict[str, str] | None = None, **changes: object) -> "Harness":
         """A core whose workers have all become ready."""
-        devices = {f"cpu:{n}": f"cpu:{n}" for n in range(workers)}
+        devices = devices or {f"cpu:{n}": f"cpu:{n}" for n in range(workers)}
         harness = cls(Core(settings(**changes), devices, Instant(100.0, 1e9)))
         harness.tick()
         return harness
@@ -123,7 +125,9 @@ class Harness:
         for effect in effects:
             self.effects.append(effect)
             match effect:
-                case ReplyTo():
+                case DropClient():
+                    self.dropped.add(effect.client)
+                case ReplyTo() if effect.client not in self.dropped:
                     self.replies.setdefault(effect.client, []).append(effect.message)
                 case SpawnWorker():
                     self.generations[effect.worker] = effect.generation
@@ -144,7 +148,9 @@ class Harness:
                 self.report(worker, ShuttleReady(command.index, False, 0.0))
             case OpenPool():
                 self.report(worker, PoolOpened(command.pool))
-            case ClosePool() | TakeCensus() | StopWorker():
+            case ClosePool():
+                self.report(worker, PoolClosed(command.pool))
+            case TakeCensus() | StopWorker():
                 pass
             case _:
                 self.sent.setdefault(worker, []).append(command)

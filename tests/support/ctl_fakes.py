@@ -138,6 +138,7 @@ class FakeClient:
     welcome: Welcome = WELCOME
     reply: StatsReply = STATS
     images: tuple[ImageInfo, ...] = (IMAGE,)
+    detail: ImageDetail = DETAIL
     fails_with: StratadError | None = None
     interrupted: bool = False
     calls: list[tuple[object, ...]] = field(default_factory=list)
@@ -161,7 +162,7 @@ class FakeClient:
     def show(self, namespace: str, conversation: str) -> ImageDetail:
         self._asked("show", namespace, conversation)
         self._known(namespace, conversation)
-        return DETAIL
+        return self.detail
 
     def drop(self, namespace: str, conversation: str, *, force: bool = False) -> int:
         self._asked("drop", namespace, conversation, force)

@@ -35,6 +35,7 @@ from ipc.messages import (
     Pin,
     Register,
     Registered,
+    Release,
     Reply,
     Request,
     Restore,
@@ -45,8 +46,8 @@ from ipc.messages import (
     Welcome,
     WorkerProcess,
 )
-from shm.process import own_identity
 from stratad.paths import socket_paths
+from tests.support.fake_worker import FakeWorker
 from tests.support.wait import wait_until
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
@@ -72,9 +73,11 @@ class FakeDaemon:
     Attributes:
         script: handlers by request type; called in the daemon's thread.
         requests: everything that came, in order.
-        workers: what `Registered` names for stage 0, 1, ... (the last one for all further stages).
+        workers: what `Registered` names for stage 0, 1, ... (the last one for all further stages); at first a process
+            that ends with this daemon.
         bad_hellos: greetings whose token no lifeline handed out.
         bad_probes: memfds whose bytes were not those of the probe beside them.
+        tags: the tags of all memfds that came, in order.
     """
 
     def __init__(self, run_dir: Path, instance: str, start_id: bytes) -> None:
@@ -82,7 +85,8 @@ class FakeDaemon:
         self.start_id = start_id
         self.script: dict[type[msgspec.Struct], Handler] = {}
         self.requests: list[Request] = []
-        self.workers: list[WorkerProcess] = [WorkerProcess(0, "cpu:0", *own_identity())]
+        self.workers: list[WorkerProcess] = []
+        self.tags: list[int] = []
         self.bad_hellos = 0
         self.bad_probes = 0
         self._paths = socket_paths(run_dir, instance)
@@ -105,6 +109,8 @@ class FakeDaemon:
         """Bind the sockets and serve in a thread, by `script` from the first request on."""
         daemon = cls(run_dir, instance, start_id)
         daemon.script.update(script or {})
+        daemon._worker = FakeWorker.start()
+        daemon.workers = [daemon._worker.process]
         daemon._paths.directory.mkdir(parents=True, exist_ok=True)
         daemon._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         daemon._context = zmq.Context()
@@ -118,6 +124,7 @@ class FakeDaemon:
         return daemon
 
     _wake_fd: int
+    _worker: FakeWorker
     _context: "zmq.Context[zmq.Socket[bytes]]"
     _router: "zmq.Socket[bytes]"
     _life: LifelineServer
@@ -133,6 +140,12 @@ class FakeDaemon:
         """Wait for the `count`-th request of a type."""
         wait_until(lambda: len(self.of(kind)) >= count, timeout_s)
         return self.of(kind)[count - 1]
+
+    def unclaimed(self) -> int:
+        """How many memfds came that no request named, over the lifelines that are open."""
+        counts: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._do(lambda: counts.put(self._count_stashed()))
+        return counts.get(timeout=5.0)
 
     def say(self, *answers: Answer) -> None:
         """Send answers to the client that spoke last."""
@@ -150,6 +163,7 @@ class FakeDaemon:
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(5.0)
         os.close(self._wake_fd)
+        self._worker.kill()
 
     def __enter__(self) -> Self:
         return self
@@ -223,6 +237,7 @@ class FakeDaemon:
             if not isinstance(stage.pool, MemfdPool):
                 continue  # nothing but a worker process can open the pool of a GPU
             descriptor = lifeline.take(stage.pool.descriptor)
+            self.tags.append(stage.pool.descriptor)
             places = [
                 int.from_bytes(stage.probe_offsets[at : at + 8], "little")
                 for at in range(0, len(stage.probe_offsets), 8)
@@ -230,6 +245,9 @@ class FakeDaemon:
             read = b"".join(os.pread(descriptor, 16, place) for place in places)
             self.bad_probes += read != stage.probe_bytes or not places
             os.close(descriptor)
+
+    def _count_stashed(self) -> int:
+        return sum(len(lifeline._stashed) for lifeline in self._lifelines if lifeline.drain() is Life.OPEN)
 
     def _by_default(self, request: Request) -> Iterable[Answer]:
         match request:
@@ -260,7 +278,7 @@ class FakeDaemon:
                 yield empty_stats(seq)
             case ListImages(seq=seq):
                 yield Images(seq, (), more=False)
-            case Unregister() | Acknowledge() | Mark() | Drop() | Clear() | Pin() | Cancel() | Goodbye():
+            case Unregister() | Acknowledge() | Release() | Mark() | Drop() | Clear() | Pin() | Cancel() | Goodbye():
                 yield Done(request.seq)
             case _:
                 raise AssertionError(f"the fake daemon has no answer to {request}")

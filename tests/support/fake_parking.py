@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ipc.messages import PROTOCOL_VERSION, Captured, ImageDetail, ImageInfo, Restored, Welcome
+from ipc.messages import PROTOCOL_VERSION, Captured, Restored, Welcome
 from shm.layout import StageLayout
 from stratad._engine import Match
 from stratad.errors import UsageError
@@ -66,7 +66,8 @@ class FakeParkingEngine:
         if image is None:
             raise UsageError("unknown_conversation", conversation)
         count = len(image.tokens) if tokens == -1 else tokens
-        if count != sum(length for _, length in rows):
+        given = sum(length for _, length in rows)
+        if given < count or (tokens != -1 and given != count):
             raise UsageError("bad_rows", f"{count} tokens, rows {rows}")
         for stage, planes in zip(self.stages, image.planes, strict=True):
             first = [(rows[0][0], count)]
@@ -118,17 +119,6 @@ class FakeParkingClient:
         self.fingerprint = fingerprint
         self.engine = FakeParkingEngine(stages)
         return self.engine
-
-    def show(self, namespace: str, conversation: str, *, deadline_s: float | None = None) -> ImageDetail:
-        assert self.engine is not None
-        image = self.engine.images.get(conversation)
-        if image is None:
-            raise UsageError("unknown_conversation", conversation)
-        tokens, stages = len(image.tokens), len(image.planes)
-        info = ImageInfo(
-            1, namespace, conversation, tokens, stages, 0, 0, 0, 0, False, False, 0.0, 0.0, 0
-        )  # fmt: skip
-        return ImageDetail(0, info, {}, ())
 
 
 def plane_views(stage: StagePool, rows: Runs) -> list[memoryview]:

@@ -12,8 +12,8 @@ def make_core() -> Iterator[Callable[..., Harness]]:
     """Makes cores; each is validated when the test ends."""
     made: list[Harness] = []
 
-    def make(workers: int = 2, **changes: object) -> Harness:
-        harness = Harness.make(workers, **changes)
+    def make(workers: int = 2, devices: dict[str, str] | None = None, **changes: object) -> Harness:
+        harness = Harness.make(workers, devices, **changes)
         made.append(harness)
         return harness
 

@@ -8,7 +8,10 @@ from ipc.messages import (
     Acknowledge,
     Cancel,
     CancelJob,
+    Capture,
     Captured,
+    ClosePool,
+    CudaIpcPool,
     Done,
     Drop,
     Found,
@@ -16,13 +19,20 @@ from ipc.messages import (
     Lookup,
     Mark,
     Pin,
+    PoolClosed,
     Progress,
+    Register,
     Restored,
+    ShuttleFailed,
     SourceFree,
+    Stage,
+    Unregister,
 )
 from shm.rows import pack_rows
+from stratad.core import arenas
+from stratad.core.effects import SpawnWorker, UnlinkSegment
 from stratad.core.ops import OpState
-from tests.support.core_harness import MIB, Harness, layout, pack_tokens
+from tests.support.core_harness import FINGERPRINT, MIB, Harness, layout, pack_tokens
 
 MakeCore = Callable[..., Harness]
 
@@ -435,3 +445,111 @@ def test_stop_answers_what_waits_and_lets_copies_end(core: Harness) -> None:
         core.worker_gone(worker, "exited with status 0")
     assert core.core.stopped
     assert all(op.state is not OpState.COPYING for op in core.core.state.ops.values())
+
+
+def test_a_shuttle_half_made_by_a_dead_worker_is_removed(make_core: MakeCore) -> None:
+    core = make_core(1)
+    core.auto = False
+    core.connect()
+    core.core.state.workers["cpu:0"].making = None
+    arenas.tend(core.core.state, core.core.state.workers["cpu:0"], set())
+    core.core.state.out.clear()
+    assert core.core.state.workers["cpu:0"].making == 1
+    core.worker_gone("cpu:0")
+    assert [e.segment for e in core.effects if isinstance(e, UnlinkSegment)] == ["/stratad.unit.cpu_0.1"]
+
+
+def test_a_worker_that_cannot_attach_its_shuttle_again_is_killed_and_tried_anew(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine)
+    core.finish_all()
+    core.worker_gone("cpu:1")
+    core.auto = False
+    core.tick(1.0)
+    core.ready("cpu:1")
+    waiting = core.restore(engine, first_row=1000)
+    core.report("cpu:1", ShuttleFailed(0, "missing", "no such segment", 1, 0))
+    assert [kill.worker for kill in core.kills] == ["cpu:1"]
+    assert core.core.state.workers["cpu:1"].state.value == "killed"
+    core.auto = True
+    core.worker_gone("cpu:1")
+    core.tick(20.0)
+    core.finish_all()
+    assert isinstance(core.final(1, waiting), Restored)
+
+
+def test_a_worker_whose_end_was_asked_for_before_it_was_forked_is_killed_when_it_comes(make_core: MakeCore) -> None:
+    core = make_core(1)
+    core.worker_gone("cpu:0")
+    core.auto = False
+    core.perform([])
+    core.generations["cpu:0"] = 2
+    core.perform([e for e in core.core.tick(core.at) if not isinstance(e, SpawnWorker)])
+    core.tick(30.0)
+    assert [kill.generation for kill in core.kills] == [2]
+    core.perform(core.core.worker_forked("cpu:0", 2, 77, 1, core.at))
+    assert [kill.generation for kill in core.kills] == [2, 2]
+    core.worker_gone("cpu:0")
+    assert core.core.state.workers["cpu:0"].state.value == "dead"
+
+
+def test_an_unregister_is_answered_when_the_pools_are_unmapped(core: Harness) -> None:
+    engine = core.register()
+    core.auto = False
+    request = Unregister(core.next_seq(), engine)
+    assert core.ask(1, request) == []
+    closing = [c.pool for worker in ("cpu:0", "cpu:1") for c in core.sent[worker] if isinstance(c, ClosePool)]
+    assert len(closing) == 2
+    core.report("cpu:0", PoolClosed(closing[0]))
+    assert core.answers(1, request.seq) == []
+    core.worker_gone("cpu:1")
+    assert core.final(1, request.seq) == Done(request.seq)
+    assert not core.core.state.engines
+    assert not core.core.state.pools
+
+
+def test_restores_of_an_engine_that_is_gone_are_stopped(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine)
+    core.finish_all()
+    core.restore(engine, first_row=1000)
+    core.perform(core.core.client_gone(1, core.at))
+    assert len([c for worker in ("cpu:0", "cpu:1") for c in core.sent[worker] if isinstance(c, CancelJob)]) == 2
+    core.fail("cpu:0", "cancelled")
+    core.fail("cpu:1", "cancelled")
+    assert not core.core.state.engines
+
+
+def test_an_arena_that_could_not_grow_says_so_and_is_tried_again(make_core: MakeCore) -> None:
+    core = make_core(1, shuttle_bytes=MIB, arena_bytes=4 * MIB)
+    core.connect()
+    engine = core.register(stages=1)
+    core.auto = False
+    seq = core.capture(engine, tokens=range(1100))
+    core.report("cpu:0", ShuttleFailed(1, "no_space", "/dev/shm has 3 bytes free", MIB, 3))
+    failure = core.failure(1, seq)
+    assert failure.code == "no_space"
+    assert "/dev/shm has 3 bytes free" in failure.message
+    core.auto = True
+    core.now_s += 11.0
+    core.capture(engine, tokens=range(1100))
+    core.finish_all()
+    assert len(core.core.state.catalog.images) == 1
+
+
+def test_the_wait_for_an_engines_event_is_not_held_against_the_worker(make_core: MakeCore) -> None:
+    core = make_core(1, devices={"gpu": "GPU-1"})
+    core.connect()
+    one = layout()
+    pool = CudaIpcPool(bytes(64), one.end_bytes, 0, one.end_bytes, bytes(64))
+    register = Register(core.next_seq(), "ns", "e", FINGERPRINT, (Stage(0, "GPU-1", pool, one),))
+    core.ask(1, register)
+    engine = core.final(1, register.seq).engine_id  # type: ignore[union-attr]
+    rows = (pack_rows([(0, 10)]),)
+    core.ask(1, Capture(core.next_seq(), engine, "a", pack_tokens(range(10)), rows, 0, "event", deadline_s=100.0))
+    (job,) = core.jobs("gpu")
+    assert job.event_wait_s == 100.0
+    core.tick(101.0)
+    assert not core.kills
+    core.tick(10.0)
+    assert len(core.kills) == 1

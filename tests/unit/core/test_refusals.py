@@ -5,9 +5,23 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from ipc.messages import Capture, Hello, Lookup, MemfdPool, Register, Restore, Show, Stage, Stats
+from ipc.messages import (
+    Capture,
+    CudaIpcPool,
+    Done,
+    Hello,
+    Lookup,
+    MemfdPool,
+    Register,
+    Release,
+    Restore,
+    Show,
+    Stage,
+    Stats,
+)
 from shm.layout import Plane, StageLayout
 from shm.rows import pack_rows
+from stratad.core.effects import CloseDescriptor
 from tests.support.core_harness import FINGERPRINT, ROWS, Harness, layout, pack_tokens
 
 
@@ -41,7 +55,7 @@ def good_capture(core: Harness, engine: int) -> Capture:
         ({"rows": (pack_rows([(5, 0)]),)}, "bad_rows"),
         ({"slot": -1}, "bad_value"),
         ({"ordered": ""}, "bad_value"),
-        ({"ordered": "event"}, "bad_value"),
+        ({"ordered": "device"}, "bad_value"),
         ({"state_position": 10}, "bad_state"),
     ],
 )
@@ -199,7 +213,10 @@ def test_too_many_clients_and_operations(make_core: Callable[..., Harness]) -> N
         last = core.capture(engine, name)
     assert core.failure(1, last).code == "too_many"
     core.perform(core.core.client_connected(2, 1, 1000, 1, core.at))
-    assert 2 not in core.core.state.clients
+    hello = Hello(core.next_seq(), 1, b"")
+    core.ask(2, hello)
+    assert core.failure(2, hello.seq).code == "too_many"
+    assert 2 in core.dropped
     core.finish_all()
 
 
@@ -213,3 +230,107 @@ def test_blocks_that_cannot_locate_tokens_are_captured_to_the_last_full_one(core
     few = Capture(core.next_seq(), engine, "b", pack_tokens(range(5)), (pack_rows([(9, 1)]),), 0, "host")
     core.ask(1, few)
     assert core.failure(1, few.seq).code == "bad_tokens"
+
+
+def test_a_gpu_stage_without_an_event_cannot_be_ordered_by_one(make_core: Callable[..., Harness]) -> None:
+    core = make_core(1, devices={"gpu": "GPU-1"})
+    core.connect()
+    one = layout()
+    pool = CudaIpcPool(bytes(64), one.end_bytes, 0, one.end_bytes)
+    register = Register(core.next_seq(), "ns", "e", FINGERPRINT, (Stage(0, "GPU-1", pool, one),))
+    core.ask(1, register)
+    engine = core.final(1, register.seq).engine_id  # type: ignore[union-attr]
+    request = msgspec.structs.replace(good_capture(core, engine), ordered="event")
+    core.ask(1, request)
+    assert core.failure(1, request.seq).code == "bad_value"
+
+
+def test_a_refused_registration_gives_its_descriptors_back(core: Harness) -> None:
+    one = layout()
+    stages = (Stage(0, "cpu:0", MemfdPool(11, one.end_bytes), one), Stage(1, "cpu:9", MemfdPool(12, 1), one))
+    core.ask(1, Register(core.next_seq(), "ns", "e", FINGERPRINT, stages))
+    assert [e.descriptor for e in core.effects if isinstance(e, CloseDescriptor)] == [11, 12]
+
+
+def test_an_image_of_too_many_chunks_is_refused_before_anything_is_built(make_core: Callable[..., Harness]) -> None:
+    core = make_core(1, chunk_tokens=1)
+    core.connect()
+    many = StageLayout((Plane(0, 8, 8, 40_000),), None, 1)
+    engine = core.register(layouts=[many], stages=1)
+    seq = core.capture(engine, tokens=range(32_769))
+    assert core.failure(1, seq).code == "too_large"
+    assert core.core.state.catalog.used_bytes == 0
+
+
+def test_more_runs_than_rows_are_refused_unread(core: Harness) -> None:
+    engine = core.register()
+    request = msgspec.structs.replace(good_capture(core, engine), rows=(bytes(8 * 11),))
+    core.ask(1, request)
+    failure = core.failure(1, request.seq)
+    assert failure.code == "bad_rows"
+    assert "11 runs" in failure.message
+
+
+def test_a_restore_of_all_tokens_uses_the_first_of_the_rows(core: Harness) -> None:
+    engine = core.register()
+    core.ask(1, good_capture(core, engine))
+    core.finish_all()
+    request = Restore(core.next_seq(), engine, "a", (pack_rows([(100, 50)]),), 0, "host")
+    core.ask(1, request)
+    (job,) = core.jobs("cpu:0")
+    assert job.rows == pack_rows([(100, 10)])
+    beside = core.restore(engine, "a", rows=10, first_row=110)
+    core.finish_all()
+    assert core.final(1, request.seq).tokens == 10  # type: ignore[union-attr]
+    assert core.final(1, beside).tokens == 10  # type: ignore[union-attr]
+
+
+def test_stats_show_a_user_only_what_is_theirs(core: Harness) -> None:
+    core.register(namespace="mine")
+    core.connect(2, uid=2000)
+    core.register(2, namespace="theirs")
+    stats = Stats(core.next_seq())
+    core.ask(2, stats)
+    core.tick(1.0)
+    assert [e.namespace for e in core.final(2, stats.seq).engines] == ["theirs"]  # type: ignore[union-attr]
+    stats = Stats(core.next_seq())
+    core.ask(1, stats)
+    core.tick(1.0)
+    assert {e.namespace for e in core.final(1, stats.seq).engines} == {"mine", "theirs"}  # type: ignore[union-attr]
+
+
+def test_a_lifeline_without_a_hello_is_ended(core: Harness) -> None:
+    core.perform(core.core.client_connected(2, 1, 1000, 1, core.at))
+    core.tick(9.0)
+    assert 2 not in core.dropped
+    core.tick(2.0)
+    assert core.dropped == {2}
+
+
+def test_an_image_id_of_an_earlier_daemon_names_nothing(make_core: Callable[..., Harness]) -> None:
+    ids = []
+    for start_id in (b"a" * 16, b"b" * 16):
+        core = make_core(1, start_id=start_id)
+        core.connect()
+        engine = core.register(stages=1)
+        seq = core.capture(engine, tokens=range(10))
+        core.finish_all()
+        ids.append(core.final(1, seq).image_id)  # type: ignore[union-attr]
+    assert abs(ids[0] - ids[1]) > 1_000_000
+    stale = Restore(core.next_seq(), engine, "", (pack_rows([(0, 10)]),), 0, "host", image_id=ids[0])
+    core.ask(1, stale)
+    assert core.failure(1, stale.seq).code == "unknown_image"
+
+
+def test_a_take_that_is_released_leaves_the_image(core: Harness) -> None:
+    engine = core.register()
+    core.ask(1, good_capture(core, engine))
+    core.finish_all()
+    seq = core.restore(engine, "a", rows=10, take=True)
+    core.finish_all()
+    image_id = core.final(1, seq).image_id  # type: ignore[union-attr]
+    release = Release(core.next_seq(), engine, image_id)
+    assert core.ask(1, release) == [Done(release.seq, 1)]
+    again = core.restore(engine, "a", rows=10, take=True)
+    core.finish_all()
+    assert core.final(1, again).image_id == image_id  # type: ignore[union-attr]

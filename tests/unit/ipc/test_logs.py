@@ -152,16 +152,18 @@ def test_a_socket_as_the_journal_gives(pipe: tuple[int, int]) -> None:
         LOGGER.info("gone")
 
 
-def test_a_file_is_appended_to(tmp_path: Path) -> None:
+def test_a_file_is_shared_with_whoever_else_writes_to_it(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_text("before\n")
-    descriptor = os.open(path, os.O_WRONLY)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)  # a shell's `>log`: no O_APPEND, one offset for all
     try:
+        os.write(descriptor, b"before\n")
         setup_logs("info", "text", descriptor)
         LOGGER.info("hello")
+        os.write(descriptor, b"after\n")
+        LOGGER.info("again")
     finally:
         os.close(descriptor)
-    assert path.read_text() == "before\nINFO stratad.test hello\n"
+    assert path.read_text() == "before\nINFO stratad.test hello\nafter\nINFO stratad.test again\n"
 
 
 def test_closing_leaves_the_descriptor_of_the_caller(pipe: tuple[int, int]) -> None:

@@ -45,10 +45,8 @@ def test_another_instance_is_not_touched(instance: str) -> None:
     assert [segment.name for segment in remove_segments(other)] == [kept]
 
 
-@pytest.mark.parametrize(
-    "name", ["stratad.{}.cpu_0.0", "stratad.{}.cpu_0.7.bak", "stratad.{}.journal", "stratad.{}.cpu_0.x"]
-)
-def test_files_without_our_header_stay(instance: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["stratad.{}.cpu_0.7.bak", "stratad.{}.journal", "stratad.{}.cpu_0.x"])
+def test_files_of_no_segment_name_stay(instance: str, name: str) -> None:
     path = SHM / name.format(instance)
     path.write_bytes(b"somebody's data" * 100)
     path.chmod(0o600)
@@ -56,10 +54,22 @@ def test_files_without_our_header_stay(instance: str, name: str) -> None:
     assert path.exists()
 
 
-def test_a_segment_of_another_name_stays(instance: str) -> None:
-    segment = make(instance, 0)
-    (SHM / segment[1:]).rename(SHM / f"stratad.{instance}.cpu_0.5")
-    assert remove_segments(instance) == []
+@pytest.mark.parametrize(("content", "mode"), [(bytes(GRANULE_BYTES), 0o600), (b"another format" * 100, 0o640)])
+def test_a_header_that_cannot_be_read_does_not_keep_the_name(instance: str, content: bytes, mode: int) -> None:
+    """Its maker was killed before it wrote one, or was of another version: the next maker needs the name."""
+    path = SHM / f"stratad.{instance}.cpu_0.0"
+    path.write_bytes(content)
+    path.chmod(mode)
+    expected = [(f"/{path.name}", None, len(content))]
+    assert list_segments(instance) == expected
+    assert remove_segments(instance) == expected
+    make(instance, 0)
+
+
+def test_a_segment_with_the_header_of_another_goes_too(instance: str) -> None:
+    renamed = SHM / f"stratad.{instance}.cpu_0.5"
+    (SHM / make(instance, 0)[1:]).rename(renamed)
+    assert [(segment.name, segment.header) for segment in remove_segments(instance)] == [(f"/{renamed.name}", None)]
 
 
 def test_a_foreign_owner_stays(instance: str) -> None:

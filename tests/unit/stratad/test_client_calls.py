@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ipc.codec import encode
+from ipc.link import Link, LinkError
 from ipc.messages import (
     Capture,
     Captured,
@@ -72,7 +73,7 @@ def test_registration_hands_over_the_memory_that_its_probe_shows(tmp_path: Path)
         assert daemon.bad_probes == 0
         assert stage.probe_bytes.startswith(bytes(range(16)))
         assert stage.probe_bytes.endswith(bytes(range(100, 116)))
-        assert engine.workers[0].pid == os.getpid()
+        assert engine.workers[0].pid == daemon.workers[0].pid
         engine.unregister()
         assert daemon.expect(Unregister).engine_id == 1
 
@@ -209,7 +210,8 @@ class GatedPoller:
 
 
 def test_a_reply_that_another_thread_takes_in_wakes_the_leader(tmp_path: Path) -> None:
-    with rig(tmp_path) as (_, client, _, _):
+    with rig(tmp_path) as (daemon, client, _, _):
+        daemon.script[Stats] = silence
         link = client.pump.link
         assert link is not None
         gate = GatedPoller(link.poller)
@@ -217,6 +219,7 @@ def test_a_reply_that_another_thread_takes_in_wakes_the_leader(tmp_path: Path) -
         leader = threading.Thread(target=client.stats)
         leader.start()
         assert gate.entered.wait(5.0)
+        daemon.say(empty_stats(daemon.expect(Stats).seq))
 
         def taken_in() -> bool:
             client.pump.poll()
@@ -248,7 +251,10 @@ def test_deadlines_must_be_numbers_above_zero(tmp_path: Path) -> None:
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"no daemon answered at .*default"):
+    advice = (
+        r"^no daemon answered at .*default within 0\.05 s: start one with `stratad`, or name its run_dir and instance "
+    )
+    with pytest.raises(DeadlineExceeded, match=advice):
         Client.connect(tmp_path, deadline_s=0.05)
 
 
@@ -393,6 +399,54 @@ def test_a_refused_registration_leaves_the_pool_free(tmp_path: Path) -> None:
             client.register("e", "n", FINGERPRINT, [StagePool("cpu:0", PLAIN, pool)])
         pool.close()
         assert client.engines == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("e" * (2 << 20), "the daemon takes"), ("\ud800", "cannot be encoded")], ids=["large", "no text"]
+)
+def test_a_registration_that_cannot_be_sent_leaves_no_descriptor_with_the_daemon(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    with FakeDaemon.start(tmp_path) as daemon, Client.connect(tmp_path) as client:
+        with CpuPool.allocate(PLAIN.end_bytes) as pool:
+            stages = [StagePool("cpu:0", PLAIN, pool)]
+            with pytest.raises(UsageError, match=text):
+                client.register(name, "n", FINGERPRINT, stages)
+            assert client.stats().health == "ok"
+            assert daemon.unclaimed() == 0
+            assert not daemon.of(Register)
+            client.register("e", "n", FINGERPRINT, stages).unregister()
+            assert daemon.tags == [2], "the first tag was given away and is not used again"
+        assert client.statistics()["connections"] == 1
+
+
+class BrokenLink:
+    """A link whose send queue is full."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def send(self, frame: bytes) -> None:
+        raise LinkError("the send queue is full")
+
+    def recv(self, timeout_s: float) -> bytes | None:
+        return self._link.recv(timeout_s)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+def test_descriptors_that_went_without_their_frame_end_the_connection(tmp_path: Path) -> None:
+    """The daemon would keep them for as long as the connection lives."""
+    with FakeDaemon.start(tmp_path) as daemon, Client.connect(tmp_path) as client:
+        link = client.pump.link
+        assert link is not None
+        link._link = BrokenLink(link._link)  # type: ignore[assignment]
+        with CpuPool.allocate(PLAIN.end_bytes) as pool:
+            client.register("e", "n", FINGERPRINT, [StagePool("cpu:0", PLAIN, pool)]).unregister()
+        assert client.statistics()["connections"] == 2
+        assert len(daemon.of(Register)) == 1
+        wait_until(lambda: daemon.unclaimed() == 0)
 
 
 def test_a_registration_that_comes_too_late_is_undone(tmp_path: Path) -> None:

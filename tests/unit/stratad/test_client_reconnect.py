@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,14 +24,17 @@ from ipc.messages import (
     OpInfo,
     Progress,
     Register,
+    Registered,
+    Request,
     Restore,
     Stats,
     WorkersChanged,
 )
 from stratad.client import Client, CpuPool, StagePool
 from stratad.errors import Busy, DeadlineExceeded, Lost, ProtocolError, UsageError
-from tests.support.client_rig import PLAIN, fake_worker, rig
+from tests.support.client_rig import PLAIN, rig
 from tests.support.fake_daemon import FakeDaemon, Handler, empty_stats, silence
+from tests.support.fake_worker import fake_worker
 from tests.support.wait import wait_until
 
 
@@ -223,6 +228,29 @@ def test_a_daemon_that_is_not_ready_is_asked_again(tmp_path: Path) -> None:
             )
             assert engine.lookup([1]) is None
             assert len(second.of(Register)) == 3
+            client.close()
+
+
+def test_tries_to_register_again_come_ever_later_and_send_each_memfd_once(tmp_path: Path) -> None:
+    came_s: list[float] = []
+    with rig(tmp_path, (PLAIN, PLAIN)) as (first, client, engine, _):
+        first.stop()
+        with FakeDaemon.start(tmp_path, start_id=b"2" * 16) as second:
+
+            def not_ready(request: Request) -> list[Failed | Registered]:
+                came_s.append(time.monotonic())
+                if len(came_s) <= 3:
+                    return [Failed(request.seq, "worker_unavailable", "starting")]
+                return [second.registered(request.seq, 2)]
+
+            second.script[Register] = not_ready
+            assert engine.lookup([1]) is None
+            pauses_s = [later - sooner for sooner, later in itertools.pairwise(came_s)]
+            assert len(pauses_s) == 3
+            for pause_s, least_s in zip(pauses_s, (0.1, 0.2, 0.4), strict=True):
+                assert pause_s >= least_s
+            assert len(set(second.tags)) == len(second.tags) == 8
+            assert second.unclaimed() == 0
             client.close()
 
 

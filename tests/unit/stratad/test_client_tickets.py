@@ -1,17 +1,33 @@
 """Tickets: how they move, what they fence, how they end."""
 
 import asyncio
+import contextlib
 import threading
+import time
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from ipc.messages import Acknowledge, Cancel, Capture, Captured, Done, Failed, Progress, Restore, Restored, Stats
+from ipc.messages import (
+    Acknowledge,
+    Cancel,
+    Capture,
+    Captured,
+    Done,
+    Failed,
+    Hello,
+    Progress,
+    Release,
+    Restore,
+    Restored,
+    Stats,
+)
 from stratad.client import StagePool, Ticket
 from stratad.errors import Busy, Cancelled, DeadlineExceeded, PeerGone, UsageError
-from tests.support.client_rig import FINGERPRINT, PLAIN, STATEFUL, fake_worker, rig
-from tests.support.fake_daemon import empty_stats, silence
+from tests.support.client_rig import FINGERPRINT, PLAIN, STATEFUL, rig
+from tests.support.fake_daemon import FakeDaemon, empty_stats, silence
+from tests.support.fake_worker import fake_worker
 from tests.support.wait import wait_until
 
 ResultT = TypeVar("ResultT", Captured, Restored)
@@ -203,6 +219,103 @@ def test_a_failed_take_acknowledges_nothing(tmp_path: Path) -> None:
         assert not daemon.of(Acknowledge)
 
 
+def test_a_take_that_is_restored_after_its_deadline_is_released(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, client, engine, _):
+        daemon.script[Restore] = silence
+        ticket = engine.take("chat", range(1), deadline_s=0.05)
+        for _ in range(2):  # a second wait in vain changes nothing
+            with pytest.raises(DeadlineExceeded):
+                ticket.result(0.05)
+        assert not daemon.of(Release)
+        daemon.say(restored(daemon.expect(Restore).seq, 77))
+        assert ticket.wait_rows_free(5.0)
+        release = daemon.expect(Release)
+        assert (release.engine_id, release.image_id) == (1, 77)
+        for _ in range(2):
+            with pytest.raises(Cancelled) as caught:
+                ticket.result()
+            assert caught.value.detail == {"restored": "true"}
+        ticket.cancel()
+        client.stats()
+        assert (len(daemon.of(Release)), len(daemon.of(Acknowledge))) == (1, 0)
+
+
+@pytest.mark.parametrize("first", ["cancel", "reply"])
+def test_a_cancelled_take_that_is_restored_is_released(tmp_path: Path, first: str) -> None:
+    with rig(tmp_path) as (daemon, client, engine, _):
+        daemon.script[Restore] = silence
+        ticket = engine.take("chat", range(1))
+        seq = daemon.expect(Restore).seq
+        if first == "cancel":
+            ticket.cancel()
+            daemon.expect(Cancel)
+        daemon.say(restored(seq, 77))
+        wait_until(ticket.done)
+        ticket.cancel()
+        assert daemon.expect(Release).image_id == 77
+        client.stats()
+        assert (len(daemon.of(Release)), len(daemon.of(Acknowledge))) == (1, 0)
+
+
+@pytest.mark.parametrize("expired", [True, False])
+def test_a_take_that_is_waited_for_again_is_acknowledged(tmp_path: Path, expired: bool) -> None:
+    with rig(tmp_path) as (daemon, client, engine, _):
+        daemon.script[Restore] = silence
+        ticket = engine.take("chat", range(1), deadline_s=0.05 if expired else 5.0)
+        if expired:
+            with pytest.raises(DeadlineExceeded):
+                ticket.result()
+        else:
+            ticket.cancel()
+        results: list[Restored] = []
+        thread = threading.Thread(target=lambda: results.append(ticket.result(5.0)))
+        thread.start()
+        wait_until(lambda: ticket._wanted)
+        daemon.say(restored(daemon.expect(Restore).seq, 77))
+        thread.join(5.0)
+        ticket.cancel()
+        client.stats()
+        assert [result.image_id for result in results] == [77]
+        assert (len(daemon.of(Release)), len(daemon.of(Acknowledge))) == (0, 1)
+
+
+def test_a_short_wait_for_a_take_releases_nothing(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, client, engine, _):
+        daemon.script[Restore] = silence
+        ticket = engine.take("chat", range(1))
+        with pytest.raises(DeadlineExceeded):
+            ticket.result(0.02)
+        daemon.say(restored(daemon.expect(Restore).seq, 77))
+        wait_until(ticket.done)
+        client.stats()
+        assert not daemon.of(Release)
+        assert ticket.result().image_id == 77
+        assert len(daemon.of(Acknowledge)) == 1
+
+
+def test_a_take_is_not_released_on_another_connection(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, client, engine, _):
+        ticket = engine.take("chat", range(1))
+        wait_until(ticket.done)
+        daemon.hang_up()
+        wait_until(lambda: client.stats() and client.statistics()["connections"] == 2)
+        ticket.cancel()
+        client.stats()
+        assert not daemon.of(Release)
+
+
+def test_a_plain_restore_is_never_released(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, client, engine, _):
+        daemon.script[Restore] = silence
+        ticket = engine.restore("chat", range(1))
+        ticket.cancel()
+        daemon.say(restored(daemon.expect(Restore).seq))
+        wait_until(ticket.done)
+        client.stats()
+        assert not daemon.of(Release)
+        assert ticket.result().image_id == 9
+
+
 def test_restore_names_the_image_one_way(tmp_path: Path) -> None:
     with rig(tmp_path) as (daemon, _, engine, _):
         assert engine.restore(image_id=12, rows=range(3), tokens=3).result().image_id == 12
@@ -264,9 +377,9 @@ def test_awaitable_forms(tmp_path: Path) -> None:
     with rig(tmp_path) as (daemon, client, engine, pools):
 
         async def main() -> None:
-            assert (await engine.capture_async("chat", [1], range(1))).tokens == 1
-            assert (await engine.restore_async("chat", range(1))).image_id == 1
-            assert (await engine.take_async("chat", range(1))).image_id == 1
+            assert (await engine.capture("chat", [1], range(1))).tokens == 1
+            assert (await engine.restore("chat", range(1))).image_id == 1
+            assert (await engine.take("chat", range(1))).image_id == 1
             ticket = engine.capture("chat", [1], range(1))
             await ticket.source_free_async()
             assert (await ticket).tokens == 1
@@ -278,7 +391,7 @@ def test_awaitable_forms(tmp_path: Path) -> None:
             await client.pin_async("tenant", "chat")
             assert await client.list_images_async() == []
             other = await client.register_async("e2", "tenant", FINGERPRINT, [StagePool("cpu:0", PLAIN, pools[0])])
-            other.unregister()
+            await other.unregister_async()
 
         asyncio.run(main())
         assert len(daemon.of(Acknowledge)) == 1
@@ -315,7 +428,7 @@ def test_a_deadline_of_a_coroutine_cancels_as_well(tmp_path: Path) -> None:
 
         async def main() -> None:
             with pytest.raises(DeadlineExceeded):
-                await engine.restore_async("chat", range(4), deadline_s=0.05)
+                await engine.restore("chat", range(4), deadline_s=0.05)
 
         asyncio.run(main())
         assert daemon.expect(Cancel).target_seq == daemon.expect(Restore).seq
@@ -339,3 +452,29 @@ def test_a_cancelled_coroutine_leaves_the_ticket_fenced(tmp_path: Path) -> None:
         assert ticket.rows_busy
         daemon.say(restored(daemon.expect(Restore).seq))
         assert ticket.result().image_id == 9
+
+
+def test_a_submission_does_not_wait_for_a_connection_that_is_being_opened(tmp_path: Path) -> None:
+    """Else every coroutine of the loop would stand still with it."""
+    with rig(tmp_path) as (first, client, engine, _):
+        first.stop()
+        with FakeDaemon.start(tmp_path, start_id=b"2" * 16, script={Hello: silence}) as second:
+
+            def lead() -> None:
+                with contextlib.suppress(DeadlineExceeded):
+                    client.list_images(deadline_s=1.0)
+
+            leader = threading.Thread(target=lead)
+            leader.start()
+            second.expect(Hello)  # the leader now waits for the welcome, and nobody gives it
+
+            async def main() -> float:
+                started_s = time.monotonic()
+                ticket = engine.capture("chat", [1], range(1))
+                took_s = time.monotonic() - started_s
+                ticket.cancel()
+                return took_s
+
+            assert asyncio.run(main()) < 0.3
+            leader.join(5.0)
+            client.close()

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,11 @@ def test_remove_ipc(texts: list[str], removes: bool) -> None:
         (1234567, False, "", State.OK),
         (0, True, "", State.OK),
         (999, True, "", State.OK),
+        (65534, True, "", State.OK),
+        (61183, True, "", State.WARN),
+        (61184, True, "", State.OK),
+        (65519, True, "", State.OK),
+        (65520, True, "", State.WARN),
     ],
 )
 def test_a_login_user_is_warned(tmp_path: Path, uid: int, logind: bool, setting: str, state: State) -> None:
@@ -174,17 +180,20 @@ def test_page_lock_matters_most_with_a_gpu(needed: bool, state: State) -> None:
     assert doctor_memory.page_lock(needed=needed, try_bytes=1 << 16).state is State.OK
 
 
-@pytest.mark.parametrize("kind", ["package", "module"])
-def test_a_foreign_package_of_our_name_is_found(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("name", ["ipc/__init__.py", "workers.py", "shm.abi3.so", f"shm{EXTENSION_SUFFIXES[0]}"])
+def test_a_foreign_module_of_our_name_is_found(tmp_path: Path, name: str) -> None:
     assert doctor_install.foreign(tmp_path, []).state is State.OK
-    if kind == "package":
-        (tmp_path / "ipc").mkdir()
-        (tmp_path / "ipc/__init__.py").touch()
-    else:
-        (tmp_path / "workers.py").touch()
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
     for check in (doctor_install.foreign(tmp_path, []), doctor_install.foreign(Path("/"), [str(tmp_path)])):
         assert check.state is State.WARN
         assert str(tmp_path) in check.what
+
+
+@pytest.mark.parametrize("name", ["stratad", "ipc.txt", "shm.so.1", "workers.toml"])
+def test_a_file_that_python_does_not_import_is_not_foreign(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()  # such as our own script in a bin folder, which leads the path of the script itself
+    assert doctor_install.foreign(Path("/"), [str(tmp_path)]).state is State.OK
 
 
 def test_our_own_packages_are_not_foreign() -> None:
@@ -206,6 +215,17 @@ def test_origins_and_versions_are_named() -> None:
     assert set(named) == set(PACKAGES)
     assert versions.state is State.OK
     assert f"python {sys.version_info[0]}." in versions.what
+
+
+def test_what_is_missing_or_old_is_named_with_a_command_that_installs_it() -> None:
+    needed = {"no_such_module": "no-such-thing", "msgpack": "msgpack", "zmq": "pyzmq"}
+    check = doctor_install.dependencies(needed, ["msgpack>=999.0", "pyzmq>=1.0"])
+    assert check.state is State.FAIL
+    assert "no-such-thing is missing" in check.what
+    assert "is older than 999.0" in check.what
+    for part in ("no-such-thing, msgpack:", "pip install -e .", "bash tools/demo.sh"):
+        assert part in check.fix
+    assert "pyzmq" not in check.fix
 
 
 def test_minimum_versions() -> None:

@@ -1,21 +1,26 @@
 """stratactl doctor: sockets, the instance lock and the daemon, seen without a daemon."""
 
 import fcntl
+import grp
 import os
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from stratad.ctl import doctor_daemon, doctor_memory
-from stratad.ctl.connection import DaemonClient, Target, listens
+from stratad.ctl.connection import DaemonClient, Target, connect_client, listens
 from stratad.ctl.doctor_daemon import instance_lock, lock_holder, sockets
 from stratad.ctl.findings import Check, State
+from stratad.ctl.output import CommandError
+from stratad.ctl.permission import barrier
 from stratad.errors import error_for
-from tests.support.ctl_fakes import FakeClient, another_build, with_health
+from tests.support.ctl_fakes import STATS, FakeClient, another_build, with_health
 
+NOBODY = 65534
 KINDS = {"life.sock": socket.SOCK_SEQPACKET, "client.sock": socket.SOCK_STREAM, "worker.sock": socket.SOCK_STREAM}
 
 
@@ -41,6 +46,34 @@ def bind(folder: Path, names: list[str]) -> list[socket.socket]:
         listener.listen()
         bound.append(listener)
     return bound
+
+
+@contextmanager
+def locked_out(place: Path, mode: int) -> Iterator[None]:
+    """Be one whom `place` does not let in: another user where we are root, else the owner without a right."""
+    before = place.stat().st_mode
+    top = place.parent.parent if place.is_socket() else place.parent
+    top.chmod(0o755)
+    place.chmod(mode)
+    as_root = os.geteuid() == 0
+    groups = os.getgroups()
+    try:
+        if as_root:
+            os.setgroups([])
+            os.setegid(NOBODY)
+            os.seteuid(NOBODY)
+        yield
+    finally:
+        if as_root:
+            os.seteuid(0)
+            os.setegid(0)
+            os.setgroups(groups)
+        place.chmod(before)
+
+
+def grp_name(place: Path) -> str:
+    gid = place.stat().st_gid
+    return f"{gid}/{grp.getgrgid(gid).gr_name}"
 
 
 def states(checks: Iterator[Check]) -> dict[str, State]:
@@ -173,6 +206,57 @@ def test_a_configuration_that_cannot_be_read_is_a_finding(target: Target, tmp_pa
     found = states(doctor_memory.memory(target, tmp_path / "none.toml", None))
     assert found["configuration"] is State.FAIL
     assert {"shm", "memlock", "headroom"} <= found.keys()
+
+
+def test_a_named_file_is_examined_also_beside_a_running_daemon(target: Target, tmp_path: Path) -> None:
+    missing = {check.name: check for check in doctor_memory.memory(target, tmp_path / "none.toml", STATS)}
+    assert missing["configuration"].state is State.FAIL
+    assert "none.toml" in missing["configuration"].what
+    config = tmp_path / "c.toml"
+    config.write_text('[ram]\nbudget_bytes = "256MiB"\n')
+    usable = {check.name: check for check in doctor_memory.memory(target, config, STATS)}
+    assert usable["configuration"].state is State.OK
+    assert usable["shm"].data["budget_bytes"] == STATS.budget_bytes
+    assert "configuration" not in states(doctor_memory.memory(target, None, STATS))
+
+
+@pytest.mark.parametrize(("mode", "fix"), [(0o050, "join group"), (0o000, "run as user")])
+def test_a_run_directory_that_we_may_not_enter(target: Target, mode: int, fix: str) -> None:
+    folder = directory_of(target)
+    bound = bind(folder, list(KINDS))
+    try:
+        with locked_out(folder, mode):
+            found = {check.name: check for check in sockets(target)}
+            daemon = doctor_daemon.daemon(target, refuse).check
+            with pytest.raises(CommandError) as caught:
+                connect_client(target)
+    finally:
+        for listener in bound:
+            listener.close()
+    check = found["sockets"]
+    assert check.state is State.FAIL
+    assert check.fix.startswith("permission: ")
+    assert fix in check.fix
+    assert str(folder) in check.fix
+    if fix == "join group":
+        assert f"join group {grp_name(folder)} of {folder}" in check.fix
+    assert daemon.state is State.WARN, "that none runs cannot be known"
+    assert (caught.value.code, caught.value.fix) == ("not_permitted", check.fix)
+    assert str(folder) in caught.value.what
+
+
+def test_a_socket_that_we_may_not_write_to(target: Target) -> None:
+    folder = directory_of(target)
+    folder.chmod(0o755)
+    bound = bind(folder, ["life.sock"])
+    try:
+        with locked_out(folder / "life.sock", 0o060):
+            barred = barrier(folder / "life.sock")
+        assert barred is not None
+        assert f"of {folder}/life.sock" in barred.fix
+        assert barrier(folder / "client.sock") is None
+    finally:
+        bound[0].close()
 
 
 def test_headroom_names_what_is_missing(tmp_path: Path) -> None:

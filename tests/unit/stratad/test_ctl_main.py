@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from stratad import __version__
 from stratad.ctl.connection import DaemonClient, Target
 from stratad.ctl.exit_codes import MEANINGS, ExitCode
 from stratad.ctl.main import main
@@ -166,6 +167,50 @@ def test_interrupt_has_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv, FakeClient().connect) == ExitCode.USAGE
     assert "usage: stratactl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "program", "named"),
+    [
+        (["frobnicate"], "stratactl", "frobnicate"),
+        (["--nonsense", "status"], "stratactl", "--nonsense"),
+        (["show", "a", "b", "--nonsense"], "stratactl show", "--nonsense"),
+        (["pin", "a", "b", "--of"], "stratactl pin", "--of"),
+        (["show", "only-one"], "stratactl show", "CONVERSATION"),
+        (["status", "--timeout", "nan"], "stratactl status", "nan"),
+        (["status", "--timeout", "soon"], "stratactl status", "soon"),
+        (["demo", "--nonsense"], "stratactl demo", "--nonsense"),
+        (["bench", "control", "--nonsense"], "stratactl bench control", "--nonsense"),
+    ],
+)
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_wrong_arguments_show_the_commands_usage_and_an_object(
+    argv: list[str], program: str, named: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--json", *argv] if place == "before" else [*argv, "--json"]
+    assert main(words, FakeClient().connect) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"usage: {program} [-h]")
+    assert f"{program}: error: " in captured.err
+    error = last_json(captured.out)["error"]
+    assert isinstance(error, dict)
+    assert (error["code"], error["exit_code"]) == ("usage", ExitCode.USAGE)
+    assert named in error["message"]
+    assert error["fix"] == f"see `{program} --help`"
+    assert main(argv, FakeClient().connect) == ExitCode.USAGE
+    assert capsys.readouterr().out == "", "nobody asked for JSON"
+
+
+def test_version_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == ExitCode.OK
+    assert capsys.readouterr().out == f"stratactl {__version__}\n"
+    assert main(["--help"]) == ExitCode.OK
+    assert "--version" in capsys.readouterr().out
+
+
+def test_help_of_pin_says_how_long_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pin", "--help"]) == ExitCode.OK
+    assert "kept when the conversation is captured again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["status", "--help"], ["drop", "--help"]])

@@ -10,7 +10,7 @@ from shm.extent import GRANULE_BYTES
 from stratad.ctl import images
 from stratad.ctl.output import human_age, human_bytes, table
 from stratad.ctl.status import cpu_ranges, describe, status
-from tests.support.ctl_fakes import IMAGE, STATS, FakeClient
+from tests.support.ctl_fakes import DETAIL, IMAGE, STATS, FakeClient
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,14 @@ def test_show_names_digest_and_place_of_every_chunk() -> None:
     assert chunk["extents"] == [
         {"segment": "/stratad.default.cpu_0.0", "offset_bytes": GRANULE_BYTES, "length_bytes": GRANULE_BYTES}
     ]
-    assert any(chunk["digest"] in line and "/stratad.default.cpu_0.0+65536" in line for line in answer.lines)
+    assert any(chunk["digest"] in line and "/dev/shm/stratad.default.cpu_0.0 +65536" in line for line in answer.lines)
+
+
+@pytest.mark.parametrize(("restores", "text"), [(0, "restored 0 times"), (1, "restored once"), (2, "restored 2 times")])
+def test_show_counts_restores_in_words(restores: int, text: str) -> None:
+    client = FakeClient(detail=msgspec.structs.replace(DETAIL, image=msgspec.structs.replace(IMAGE, restores=restores)))
+    lines = images.show(client, "tenant", "chat", now_unix_s=1160.0).lines
+    assert any(line.endswith(text) for line in lines)
 
 
 def test_counts_are_in_the_answer() -> None:

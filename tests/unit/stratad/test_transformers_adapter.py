@@ -111,9 +111,20 @@ def test_each_slot_has_rows_of_its_own() -> None:
         parker.restore("a", slot=0, tokens=4)
         assert engine.calls == [
             ("capture", "a", ((2 * MAX_TOKENS, 10),), 2),
-            ("restore", "a", ((MAX_TOKENS, 10),), 1),
+            ("restore", "a", ((MAX_TOKENS, MAX_TOKENS),), 1),
             ("restore", "a", ((0, 4),), 0),
         ]
+
+
+def test_an_image_that_the_slot_cannot_hold_is_refused_and_the_slot_keeps_its_bytes() -> None:
+    long, _ = read(tiny_model(), PROMPT)
+    with parking() as (parker, engine):
+        parker.park("a", long, PROMPT).result()
+        parker.max_tokens = len(PROMPT) - 1  # type: ignore[misc] # as another engine with shorter slots would be
+        with pytest.raises(UsageError) as caught:
+            parker.restore("a")
+        assert caught.value.code == "bad_rows"
+        assert engine.calls[-1][2] == ((0, len(PROMPT) - 1),)
 
 
 def test_rows_of_another_slot_are_never_asked_for() -> None:

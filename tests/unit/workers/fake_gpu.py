@@ -1,7 +1,8 @@
 """A GPU runtime made of host memory: every call of `shm.gpu_runtime`, the real kernels, and streams that never wait.
 
 It knows what a real one punishes: copies to host memory that is not page-locked, or across two registrations, and
-addresses that lie in no allocation, fail with error 1; after `fail_next` the next copy fails with the given code.
+addresses that lie in no allocation, fail with error 1; after `fail_next` the next copy fails with the given code, after
+`fail_next_sync` the next wait for a stream; `hide_ranges` makes it keep the sizes of allocations to itself.
 """
 
 import ctypes
@@ -25,8 +26,8 @@ typedef unsigned char byte;
 static std::mutex lock;
 static std::map<byte*, size_t> allocations, locked;
 static std::map<std::string, void*> kernels;
-static int failure = 0, pending_event = 0;
-static long handles = 1, live = 0;
+static int failure = 0, sync_failure = 0, ranges_hidden = 0, pending_event = 0;
+static long handles = 1, live = 0, waits = 0;
 
 static bool inside(std::map<byte*, size_t>& ranges, const void* at, size_t size) {
   auto next = ranges.upper_bound((byte*)at);
@@ -72,7 +73,6 @@ API cudaMemcpyAsync(void* to, const void* from, size_t n, int kind, void*) {
   memcpy(to, from, n);
   return 0;
 }
-API cudaMemcpy2DAsync(void*, size_t, const void*, size_t, size_t, size_t, int, void*) { return 1; }
 API cudaMemsetAsync(void* p, int v, size_t n, void*) {
   std::lock_guard<std::mutex> hold(lock);
   if (!inside(allocations, p, n)) return 1;
@@ -84,8 +84,7 @@ API cudaStreamCreateWithPriority(void** s, unsigned flags, int) {
   return flags == 1 ? 0 : 1;
 }
 API cudaStreamDestroy(void*) { live--; return 0; }
-API cudaStreamSynchronize(void*) { return 0; }
-API cudaStreamQuery(void*) { return 0; }
+API cudaStreamSynchronize(void*) { waits++; int code = sync_failure; sync_failure = 0; return code; }
 API cudaStreamWaitEvent(void*, void*, unsigned) { return 0; }
 API cudaDeviceGetStreamPriorityRange(int* a, int* b) { *a = 0; *b = -5; return 0; }
 API cudaEventCreateWithFlags(void** e, unsigned) { live++; *e = (void*)(handles++); return 0; }
@@ -111,7 +110,6 @@ API cudaIpcCloseMemHandle(void*) { live--; return 0; }
 API cudaIpcGetEventHandle(Opaque* h, void* e) { memset(h, 0, 64); memcpy(h, &e, 8); return 0; }
 API cudaIpcOpenEventHandle(void** e, Opaque h) { memcpy(e, &h, 8); live++; return 0; }
 API cudaGetLastError() { return 0; }
-API cudaDeviceSynchronize() { return 0; }
 extern "C" const char* cudaGetErrorString(int) { return "made up"; }
 API cuInit(unsigned) { return 0; }
 API cuDeviceGet(int* d, int n) { *d = n; return 0; }
@@ -120,7 +118,7 @@ API cuDeviceGetName(char* text, int size, int) { strncpy(text, "Fake GPU", size)
 API cuDeviceGetAttribute(int* v, int, int) { *v = 9; return 0; }
 API cuMemGetAddressRange_v2(void** base, size_t* size, void* p) {
   std::lock_guard<std::mutex> hold(lock);
-  if (!inside(allocations, p, 1)) return 1;
+  if (ranges_hidden || !inside(allocations, p, 1)) return 1;
   auto next = allocations.upper_bound((byte*)p); --next;
   *base = next->first; *size = next->second;
   return 0;
@@ -140,6 +138,9 @@ API cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
   return 0;
 }
 extern "C" void fail_next(int code) { failure = code; }
+extern "C" void fail_next_sync(int code) { sync_failure = code; }
+extern "C" void hide_ranges(int yes) { ranges_hidden = yes; }
+extern "C" long stream_waits() { return waits; }
 extern "C" void event_waits(int turns) { pending_event = turns; }
 extern "C" long live_handles() { return live; }
 extern "C" long live_allocations() { return (long)allocations.size(); }

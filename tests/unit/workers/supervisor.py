@@ -57,10 +57,10 @@ class SmallSupervisor:
         )
         return msgspec.structs.replace(plain, **changes)
 
-    def start(self, role: str, *options: str) -> subprocess.Popen[bytes]:
-        """Start a template, or a worker without one."""
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
+        """Start the template."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-P", "-m", "workers.main", role, "--fd", str(theirs.fileno()), *options]
+        command = [sys.executable, "-P", "-m", "workers.main", "template", "--fd", str(theirs.fileno()), *options]
         environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
@@ -70,7 +70,7 @@ class SmallSupervisor:
         return process
 
     def order(self, spec: WorkerSpec) -> None:
-        """Send a spec to the template or to the worker."""
+        """Send a spec to the template."""
         assert self.channel is not None
         self.channel.sendmsg([encode(spec)])
 
@@ -78,6 +78,7 @@ class SmallSupervisor:
         """Take in everything that is there."""
         if self.lifeline is None:
             self.lifeline = self.listener.accept(bytes(16))
+        self.router.flush()
         for incoming in self.router.recv_all(100):
             self.reports.append((incoming.peer, decode(incoming.frame, Report)))
         while self.channel is not None:

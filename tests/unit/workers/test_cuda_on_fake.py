@@ -17,6 +17,8 @@ from tests.unit.workers.rig import KEY, NEVER, model_chunk, paged_layout, slot_l
 from workers import gpu_kernels
 from workers.cuda_copier import LOCK_STEP_BYTES
 from workers.cuda_device import CudaDevice
+from workers.cuda_memory import Counts
+from workers.cuda_pool import AllocationBook
 from workers.device import DeviceFailure, LaneKind, PoolRefused
 from workers.digest import MLH, XXH3, Digester
 from workers.faulty import FaultyDevice
@@ -205,6 +207,89 @@ def test_pools_share_an_allocation_and_bad_ones_are_refused(runtime: GpuRuntime,
     pool.close()
     runtime.event_destroy(event)
     assert gpu.cuda.resources()["mappings"] == 0
+    gpu.close()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.usefixtures("clean")
+def test_an_open_allocation_is_no_larger_for_those_who_come_later(
+    runtime: GpuRuntime, library: ctypes.CDLL, hidden: bool
+) -> None:
+    gpu = Gpu(runtime, slot_layout())
+    size = gpu.layout.end_bytes
+    library.hide_ranges(hidden)
+    try:
+        first = gpu.cuda.open_pool(gpu.stage(), -1)
+        for changes, code in (
+            ({"allocation_bytes": 1 << 30}, "unshareable"),
+            ({"allocation_bytes": 1 << 30, "offset_bytes": 1 << 20}, "unshareable"),
+            ({"allocation_bytes": size + 4097}, "unshareable"),
+            ({"offset_bytes": 4097}, "bad_layout"),
+        ):
+            with pytest.raises(PoolRefused) as refused:
+                gpu.cuda.open_pool(gpu.stage(**changes), -1)
+            assert refused.value.code == code, changes
+        # Those that were refused have not become users of it.
+        assert gpu.cuda.resources()["mappings"] == 1
+        first.close()
+        assert gpu.cuda.resources()["mappings"] == 0
+    finally:
+        library.hide_ranges(0)
+    gpu.close()
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_pool_outside_its_allocation_is_refused_whatever_was_checked_before(runtime: GpuRuntime) -> None:
+    gpu = Gpu(runtime, slot_layout())
+    book = AllocationBook(runtime, Counts())
+    handle = runtime.ipc_mem_handle(gpu.allocation)
+    size = gpu.layout.end_bytes + 4096
+    assert book.open(CudaIpcPool(handle, size, 0, size)) == gpu.allocation
+    for offset, length in ((1, size), (-1, 1), (size, 1)):
+        with pytest.raises(PoolRefused) as refused:
+            book.open(CudaIpcPool(handle, size, offset, length))
+        assert refused.value.code == "bad_layout"
+    book.release(handle)
+    gpu.close()
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_plane_table_that_cannot_be_copied_is_freed(runtime: GpuRuntime, library: ctypes.CDLL) -> None:
+    gpu = Gpu(runtime, slot_layout())
+    before = gpu.cuda.device_bytes, gpu.cuda.resources()
+    library.fail_next(1)
+    with pytest.raises(PoolRefused, match="error 1"):
+        gpu.cuda.open_pool(gpu.stage(), -1)
+    assert (gpu.cuda.device_bytes, gpu.cuda.resources()) == before
+    gpu.close()
+
+
+@pytest.mark.usefixtures("clean")
+def test_every_stream_is_waited_for_although_one_fails(runtime: GpuRuntime, library: ctypes.CDLL) -> None:
+    gpu = Gpu(runtime, slot_layout())
+    for kind, streams in ((LaneKind.CAPTURE, 2), (LaneKind.RESTORE, 3)):
+        copier = gpu.cuda.copier(kind)
+        before = library.stream_waits()
+        library.fail_next_sync(1)
+        with pytest.raises(DeviceFailure, match="error 1"):
+            copier.drain()
+        assert library.stream_waits() - before == streams
+        copier.drain()
+    gpu.close()
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_device_that_cannot_be_waited_for_is_lost(runtime: GpuRuntime, library: ctypes.CDLL) -> None:
+    gpu = Gpu(runtime, slot_layout())
+    lane = Lane(LaneKind.CAPTURE, gpu.cuda.copier(LaneKind.CAPTURE))
+    pool = gpu.cuda.open_pool(gpu.stage(), -1)
+    job = CaptureJob(1, 1, pack_rows([(0, 64)]), 64, pack_places(gpu.places(64)), False)
+    library.fail_next(1)
+    library.fail_next_sync(1)
+    failed = lane.run(plan_job(gpu.cuda, pool, job), NEVER)
+    assert isinstance(failed, JobFailed)
+    assert (failed.code, failed.sticky) == ("device_error", True)
+    pool.close()
     gpu.close()
 
 

@@ -15,7 +15,7 @@ from shm.extent import GRANULE_BYTES, Extent, pack_places
 from shm.layout import Plane, StageLayout, StatePlane
 from shm.rows import pack_rows, unpack_rows
 from tests.unit.workers.rig import NEVER, Rig, model_chunk, paged_layout, slot_layout, written_bytes
-from workers.device import LaneKind, SliceWork
+from workers.device import DeviceFailure, LaneKind, SliceWork
 from workers.digest import MLH
 from workers.lanes import JobHooks, Lane, plan_job
 
@@ -173,6 +173,75 @@ def test_device_failures_become_reports(fault: str, code: str, sticky: bool) -> 
         assert (failed.code, failed.sticky) == (code, sticky)
         # The third slice failed while it was written: its rows count as written.
         assert rows_in(failed.rows_undefined) == list(range(48))
+
+
+def test_a_device_that_cannot_be_waited_for_is_lost() -> None:
+    layout = slot_layout()
+    with Rig(layout, faults={"restore.drain_error": "1+"}) as rig:
+        places = rig.places(8)
+        done = rig.capture(range(8), 8, places)
+        assert isinstance(done, JobDone)
+        failed = rig.restore(range(8), 8, places, done.digests)
+        assert isinstance(failed, JobFailed)
+        assert (failed.code, failed.sticky) == ("device_error", True)
+        assert rows_in(failed.rows_undefined) == list(range(8))
+
+
+def test_a_job_is_not_done_while_its_device_cannot_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = slot_layout()
+    with Rig(layout) as rig:
+        places = rig.places(8, state_slot=1)
+        done = rig.capture(range(8), 8, places, state_slot=1)
+        assert isinstance(done, JobDone)
+        copier = rig.device.copier(LaneKind.RESTORE)
+        drains: list[int] = []
+
+        def second_fails() -> None:
+            drains.append(1)
+            if len(drains) == 2:
+                raise DeviceFailure("device_error", "unknown")
+
+        monkeypatch.setattr(copier, "drain", second_fails)
+        rig.lanes[LaneKind.RESTORE] = Lane(LaneKind.RESTORE, copier)
+        failed = rig.restore(range(8), 8, places, done.digests, state_slot=1)
+        assert isinstance(failed, JobFailed)
+        assert (failed.sticky, failed.state_undefined) == (True, True)
+        assert rows_in(failed.rows_undefined) == list(range(8))
+
+
+@pytest.mark.parametrize("state_slot", [-1, 2])
+def test_a_bug_of_ours_makes_all_of_a_restore_undefined(monkeypatch: pytest.MonkeyPatch, state_slot: int) -> None:
+    layout = slot_layout()
+
+    def broken(*_: object) -> list[bytes]:
+        raise KeyError("a bug")
+
+    with Rig(layout) as rig:
+        places = rig.places(8, state_slot)
+        done = rig.capture(range(8), 8, places, state_slot=state_slot)
+        assert isinstance(done, JobDone)
+        for kind, call in ((LaneKind.RESTORE, "verify_restore"), (LaneKind.CAPTURE, "complete_capture")):
+            copier = rig.device.copier(kind)
+            monkeypatch.setattr(copier, call, broken)
+            rig.lanes[kind] = Lane(kind, copier)
+        failed = rig.restore(range(8), 8, places, done.digests, state_slot=state_slot)
+        assert isinstance(failed, JobFailed)
+        assert (failed.code, failed.sticky) == ("internal", False)
+        assert rows_in(failed.rows_undefined) == list(range(8))
+        assert failed.state_undefined == (state_slot >= 0)
+        failed = rig.capture(range(8), 8, places, state_slot=state_slot)
+        assert isinstance(failed, JobFailed)
+        assert (failed.code, failed.rows_undefined, failed.state_undefined) == ("internal", b"", False)
+
+
+def test_the_time_on_the_lane_covers_all_of_the_job() -> None:
+    layout = slot_layout()
+    with Rig(layout, slice_bytes=1, faults={"slow_copy_s": "0.01"}) as rig:
+        start_s = time.monotonic()
+        done = rig.capture(range(64), 64, rig.places(64))
+        taken_s = time.monotonic() - start_s
+        assert isinstance(done, JobDone)
+        assert 0.04 <= done.lane_s <= taken_s
 
 
 def test_the_other_algorithm_is_checked_too() -> None:

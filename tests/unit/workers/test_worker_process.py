@@ -7,9 +7,11 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from ipc.lifeline import MAX_DRAINED
 from ipc.messages import (
     CancelJob,
     CaptureJob,
@@ -80,11 +82,12 @@ def segment() -> Iterator[str]:
 
 
 def fork_worker(supervisor: SmallSupervisor, **changes: object) -> Forked:
-    supervisor.start("template")
+    supervisor.start()
     supervisor.heard(TemplateReady)
     supervisor.order(supervisor.spec(**changes))
     forked = supervisor.heard(Forked)
-    assert isinstance(supervisor.report(WorkerHello), WorkerHello)
+    hello = supervisor.report(WorkerHello)
+    assert (hello.worker, hello.generation, hello.token, hello.pid) == ("cpu0", 1, bytes(16), forked.pid)
     return forked
 
 
@@ -92,6 +95,10 @@ def open_pool(supervisor: SmallSupervisor, pool: Pool, number: int = 1) -> None:
     supervisor.hand_over(number, pool.descriptor)
     stage = supervisor.stage(pool.layout, number, pool.memory[:16])
     assert supervisor.ask(OpenPool(number, stage, *own_process()), PoolOpened).pool == number
+
+
+def maps_a_pool(pid: int) -> bool:
+    return "/memfd:" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def places_of(layout: StageLayout, tokens: int) -> bytes:
@@ -209,17 +216,11 @@ def test_the_end_of_the_template_ends_its_workers(supervisor: SmallSupervisor) -
     assert supervisor.processes[0].wait(5) == exit_codes.STOPPED
 
 
-def test_a_worker_without_template(supervisor: SmallSupervisor, segment: str) -> None:
-    process = supervisor.start("worker")
-    supervisor.order(supervisor.spec())
-    hello = supervisor.report(WorkerHello, 20.0)
-    assert (hello.worker, hello.generation, hello.token, hello.pid) == ("cpu0", 1, bytes(16), process.pid)
-    supervisor.report(WorkerReady)
+def test_a_segment_that_exists_is_not_made_again(supervisor: SmallSupervisor, segment: str) -> None:
+    fork_worker(supervisor)
     make_shuttle(supervisor, segment)
     again = supervisor.ask(MakeShuttle(1, segment, SHUTTLE_BYTES, False), ShuttleFailed)
     assert again.code == "exists"
-    supervisor.send(StopWorker())
-    assert process.wait(5) == exit_codes.STOPPED
 
 
 @pytest.mark.parametrize(
@@ -269,6 +270,59 @@ def test_an_event_of_a_dead_engine_is_given_up(supervisor: SmallSupervisor, pool
     assert failed.code == "engine_gone"
 
 
+@pytest.mark.parametrize("direction", ["capture", "restore"])
+def test_an_event_that_is_not_reached_in_time_ends_its_job_alone(
+    supervisor: SmallSupervisor, pool: Pool, segment: str, direction: str
+) -> None:
+    fork_worker(supervisor, faults={"event_stuck": "1"})
+    make_shuttle(supervisor, segment)
+    open_pool(supervisor, pool)
+    done = supervisor.ask(capture_job(pool.layout, 1), JobDone)
+    job = capture_job(pool.layout, 2) if direction == "capture" else restore_job(pool.layout, 2, done.digests)
+    pool.memory[:] = os.urandom(len(pool.memory))
+    before = pool.memory[:]
+    supervisor.send(msgspec.structs.replace(job, poll_event=True, event_wait_s=0.2))
+    supervisor.send(msgspec.structs.replace(job, job=3, poll_event=True, event_wait_s=600.0))
+    assert supervisor.ask(capture_job(pool.layout, 4), JobDone).job == 4
+    failed = supervisor.report(JobFailed)
+    assert (failed.job, failed.code, failed.message) == (
+        2,
+        "deadline",
+        "the engine's event was not reached within 0.2 s",
+    )
+    assert (failed.rows_undefined, failed.state_undefined, failed.sticky) == (b"", False, False)
+    assert supervisor.ask(TakeCensus(1), Census).resources["jobs"] == 1
+    assert pool.memory[:] == before
+    supervisor.send(CancelJob(3))
+    assert supervisor.report(JobFailed).job == 3
+
+
+def test_a_pool_that_is_closed_while_it_opens(supervisor: SmallSupervisor, pool: Pool) -> None:
+    forked = fork_worker(supervisor, faults={"slow_pool_s": "0.2"})
+    supervisor.hand_over(1, pool.descriptor)
+    supervisor.send(OpenPool(1, supervisor.stage(pool.layout, 1, pool.memory[:16]), *own_process()))
+    assert supervisor.ask(ClosePool(1), PoolClosed).pool == 1
+    assert not maps_a_pool(forked.pid)
+    assert [report.pool for _, report in supervisor.reports if isinstance(report, PoolOpened)] == [1]
+    assert supervisor.ask(TakeCensus(1), Census).resources["mappings"] == 0
+
+
+def test_a_pool_is_closed_when_its_last_job_has_ended(supervisor: SmallSupervisor, pool: Pool, segment: str) -> None:
+    forked = fork_worker(supervisor, inline_bytes=0, slice_bytes=1, faults={"slow_copy_s": "0.05"})
+    make_shuttle(supervisor, segment)
+    open_pool(supervisor, pool)
+    assert maps_a_pool(forked.pid)
+    supervisor.send(capture_job(pool.layout, 1))
+    assert supervisor.ask(ClosePool(1), PoolClosed).pool == 1
+    assert not maps_a_pool(forked.pid)
+    assert [report.job for _, report in supervisor.reports if isinstance(report, JobDone)] == [1]
+
+
+def test_closing_a_pool_that_nobody_knows_is_answered(supervisor: SmallSupervisor) -> None:
+    fork_worker(supervisor)
+    assert supervisor.ask(ClosePool(77), PoolClosed).pool == 77
+
+
 def test_cancel_and_stop_while_a_copy_runs(supervisor: SmallSupervisor, pool: Pool, segment: str) -> None:
     fork_worker(supervisor, inline_bytes=0, slice_bytes=1, faults={"slow_copy_s": "0.05"})
     make_shuttle(supervisor, segment)
@@ -293,6 +347,9 @@ def test_bad_pools_are_refused(supervisor: SmallSupervisor, pool: Pool) -> None:
     supervisor.hand_over(9, pool.descriptor)
     wrong = supervisor.stage(pool.layout, 9, bytes(16))
     assert supervisor.ask(OpenPool(1, wrong, *own_process()), PoolFailed).code == "probe_failed"
+    supervisor.hand_over(9, pool.descriptor)
+    outside = msgspec.structs.replace(stage, probe_offsets=pool.layout.end_bytes.to_bytes(8, "little"))
+    assert supervisor.ask(OpenPool(1, outside, *own_process()), PoolFailed).code == "probe_failed"
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, pool.layout.end_bytes)
     supervisor.hand_over(9, unsealed)
@@ -300,6 +357,29 @@ def test_bad_pools_are_refused(supervisor: SmallSupervisor, pool: Pool) -> None:
     assert supervisor.ask(OpenPool(1, stage, *own_process()), PoolFailed).code == "unshareable"
     assert supervisor.ask(TakeCensus(1), Census).resources["mappings"] == 0
     assert supervisor.ask(capture_job(pool.layout, 1), JobFailed).code == "not_registered"
+
+
+def test_the_descriptors_of_many_pools_may_come_at_once(supervisor: SmallSupervisor, pool: Pool) -> None:
+    """As after a worker's restart: all of them lie in the lifeline when the first pool is opened."""
+    forked = fork_worker(supervisor)
+    supervisor.report(WorkerReady)
+    count = MAX_DRAINED + 10
+    os.kill(forked.pid, signal.SIGSTOP)
+    for tag in range(count):
+        supervisor.hand_over(tag, pool.descriptor)
+    # The last one first: by then everything else waits to be taken.
+    for tag in reversed(range(count)):
+        stage = supervisor.stage(pool.layout, tag, pool.memory[:16])
+        supervisor.send(OpenPool(tag, stage, *own_process()))
+    os.kill(forked.pid, signal.SIGCONT)
+    assert [supervisor.report(PoolOpened).pool for _ in range(count)] == list(reversed(range(count)))
+
+
+def test_the_spec_may_name_the_identity(supervisor: SmallSupervisor, pool: Pool) -> None:
+    fork_worker(supervisor, identity=b"cpu0#1#secret")
+    supervisor.report(WorkerReady)
+    supervisor.send(TakeCensus(1), b"cpu0#1#secret")
+    supervisor.report(Census)
 
 
 def test_what_is_no_command_ends_the_worker(supervisor: SmallSupervisor) -> None:

@@ -1,0 +1,108 @@
+"""The supervisor under deaths that coincide, registrations that fail, and ends that come too early."""
+
+import os
+import signal
+import subprocess
+
+import msgpack
+import psutil
+import pytest
+import zmq
+
+from ipc.lifeline import Lifeline
+from stratad.errors import UsageError
+from stratad.paths import socket_paths
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import FakeEngine, slot_layout
+from tests.support.wait import wait_until
+
+LAYOUTS = (slot_layout(), slot_layout())
+
+
+@pytest.mark.parametrize("rounds", [10])
+def test_workers_that_die_together_are_all_known_by_their_new_pids(rounds: int) -> None:
+    settings = {"restarts.give_up_after": "1000", "restarts.backoff_cap_s": "0.05"}
+    with (
+        DaemonProcess("cpu:2", settings) as daemon,
+        daemon.client() as client,
+        FakeEngine(client, LAYOUTS) as engine,
+    ):
+        expected = engine.contents(range(300), 300)
+        engine.capture("a", range(300), range(300))
+        for _ in range(rounds):
+            before = [worker.pid for worker in client.stats().workers]
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+
+            def replaced(old: list[int] = before) -> bool:
+                now = client.stats().workers
+                return all(w.state == "ready" and w.pid > 0 and w.pid not in old for w in now)
+
+            wait_until(replaced, timeout_s=10)
+            for worker in client.stats().workers:
+                assert psutil.Process(worker.pid).name().startswith("strata-")
+            engine.fill()
+            engine.restore("a", range(300))
+            assert engine.contents(range(300), 300) == expected
+            known = {proof.pid for proof in engine.engine.workers}
+            assert known == {worker.pid for worker in client.stats().workers}
+
+
+def test_refused_registrations_cost_the_daemon_no_descriptor() -> None:
+    with DaemonProcess("cpu:2") as daemon, daemon.client() as client:
+        wait_until(lambda: client.stats().health == "ok")
+        before = psutil.Process(daemon.pid).num_fds()
+        for number in range(100):
+            engine = FakeEngine(client, LAYOUTS, seed=number)
+            fingerprint = {"model": "fake", "revision": "auto", "dtype": "u8", "kv_format": "r", "engine_build": "t"}
+            with pytest.raises(UsageError, match="fingerprint_missing"):
+                engine.register(fingerprint)
+            engine.close()
+        assert psutil.Process(daemon.pid).num_fds() == before
+        with FakeEngine(client, LAYOUTS) as good:
+            good.capture("a", range(10), range(10))
+
+
+def test_another_version_is_answered_with_both_before_the_connection_ends() -> None:
+    with DaemonProcess("cpu:1") as daemon:
+        paths = socket_paths(daemon.run_dir, daemon.instance)
+        with (
+            Lifeline.connect(paths.life, 5.0) as lifeline,
+            zmq.Context() as context,
+            context.socket(zmq.DEALER) as socket,
+        ):
+            socket.linger = 0
+            socket.rcvtimeo = 5000
+            socket.connect(f"ipc://{paths.client}")
+            socket.send(msgpack.packb({"t": "hello", "seq": 5, "version": 99, "token": lifeline.token}))
+            reply = msgpack.unpackb(socket.recv())
+        assert (reply["code"], reply["seq"]) == ("wrong_version", 5)
+        assert "version 1, the client 99" in reply["message"]
+
+
+def test_a_stop_before_the_first_worker_was_forked_is_a_clean_stop() -> None:
+    daemon = DaemonProcess("cpu:2")
+    try:
+        for delay_s in (0.0, 0.1, 0.15, 0.2, 0.25, 0.3):
+            process = subprocess.Popen(daemon.command(), stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+            wait_until(lambda p=process: psutil.Process(p.pid).cmdline()[-1:] != [])  # type: ignore[misc]
+            try:
+                process.wait(delay_s)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+            assert process.wait(15) in (0, -signal.SIGTERM)  # the latter: before Python could catch it
+            assert daemon.segments() in ([], [f"stratad.{daemon.instance}.lock"])
+    finally:
+        daemon.close()
+
+
+def test_a_template_that_hangs_is_replaced() -> None:
+    with DaemonProcess("cpu:1", {"deadlines.worker_boot_s": "1"}) as daemon, daemon.client() as client:
+        wait_until(lambda: client.stats().health == "ok")
+        template = next(m.pid for m in client.stats().memory if m.role == "template")
+        worker = client.stats().workers[0].pid
+        os.kill(template, signal.SIGSTOP)
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: client.stats().workers[0].pid not in (0, worker), timeout_s=20)
+        wait_until(lambda: client.stats().health == "ok", timeout_s=10)
+        assert next(m.pid for m in client.stats().memory if m.role == "template") != template
