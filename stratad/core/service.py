@@ -167,7 +167,8 @@ def _lookup(state: State, client: ClientRecord, request: Lookup) -> None:
     )
 
 
-def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> None:
+def _end_take(state: State, client: ClientRecord, request: Acknowledge | Release) -> Image | None:
+    """Ends the hold that an engine's take has on its image; None when the image was dropped meanwhile."""
     engine = engine_of(state, client, request.engine_id)
     if request.image_id not in engine.takes:
         raise Refusal("unknown_image", f"engine {engine.engine_id} has not taken image {request.image_id}")
@@ -175,6 +176,12 @@ def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> No
     image = state.catalog.images.get(request.image_id)
     if image is not None:
         image.taken -= 1
+    return image
+
+
+def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> None:
+    image = _end_take(state, client, request)
+    if image is not None:
         if image.pinned:
             state.log("info", "taken image was pinned meanwhile and stays", image=image.image_id)
         else:
@@ -184,13 +191,7 @@ def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> No
 
 
 def _give_back(state: State, client: ClientRecord, request: Release) -> None:
-    engine = engine_of(state, client, request.engine_id)
-    if request.image_id not in engine.takes:
-        raise Refusal("unknown_image", f"engine {engine.engine_id} has not taken image {request.image_id}")
-    engine.takes.discard(request.image_id)
-    image = state.catalog.images.get(request.image_id)
-    if image is not None:
-        image.taken -= 1
+    image = _end_take(state, client, request)
     state.reply(client.client, Done(request.seq, int(image is not None)))
     queue.pump(state)
 
