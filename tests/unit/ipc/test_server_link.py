@@ -207,6 +207,15 @@ def test_a_peer_that_sends_above_the_limit_is_dropped_and_the_others_go_on(serve
         assert receive(server).frame == b"still here"
 
 
+def test_a_link_never_takes_in_a_frame_above_its_limit(server: RouterServer, path: Path) -> None:
+    with Link.connect(path, b"w", max_message_bytes=MAX_BYTES // 2, timeout_s=5.0) as link:
+        link.send(b"hello")
+        receive(server)
+        assert server.send(b"w", bytes(MAX_BYTES // 2 + 1)) is Sent.SENT
+        wait_until(lambda: server.send(b"w", b"x") is Sent.UNREACHABLE)
+        assert all(frame == b"x" for frame in link.recv_all(100))
+
+
 def test_a_link_ends_with_its_daemon_and_does_not_move_to_the_next(path: Path) -> None:
     first = RouterServer.bind(path, max_message_bytes=MAX_BYTES)
     with connect(path, b"w") as link:
