@@ -53,6 +53,8 @@ def test_a_killed_worker_is_replaced_and_the_other_serves_on() -> None:
         os.kill(victim.pid, signal.SIGKILL)
         single.capture("b", range(10), range(10))
         single.restore("b", range(10))
+        # A worker takes a while to die, and what it is sent meanwhile fails with it.
+        wait_until(lambda: client.stats().workers[1].deaths == 1)
         engine.fill()
         engine.restore("a", range(300))
         assert engine.contents(range(300), 300) == expected
