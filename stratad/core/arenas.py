@@ -78,7 +78,6 @@ def kill(state: State, worker: Worker, code: str, reason: str) -> None:
     """SIGKILL a worker's process; its jobs end with `code` once it is proven gone."""
     worker.state = WorkerState.KILLED
     worker.kill_code = code
-    state.log("error", "killing worker", worker=worker.name, pid=worker.pid, why=reason)
     state.out.append(KillWorker(worker.name, worker.generation, reason))
 
 
