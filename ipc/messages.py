@@ -5,7 +5,9 @@ Four closed unions: `Request` (client to daemon), `Reply` (daemon to client), `C
 a msgpack map whose key ``t`` names its type. Rules of change: a new field has a default, a field never changes its type
 or meaning, unknown fields are ignored by the receiver, and anything else raises `PROTOCOL_VERSION`.
 
-Rows are packed as in `shm.rows`, places as in `shm.extent`, tokens as little-endian u32, digests as 16 bytes each.
+Rows are packed as in `shm.rows`, places as in `shm.extent`, tokens and token positions as little-endian u32, digests as
+16 bytes each. Where rows are named, each stage has one entry a group of its layout, in the order of their numbers (see
+`shm.layout`): row groups list rows in token order, state groups one slot for each position.
 Every request carries `seq`, chosen by the client, and gets exactly one final reply with the same `seq`; `Progress` may
 come before it.
 """
@@ -16,7 +18,7 @@ import msgspec
 
 from shm.layout import StageLayout
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 DIGEST_BYTES: Final = 16
 TOKEN_BYTES: Final = 4
 
@@ -65,19 +67,18 @@ class Stage(msgspec.Struct, frozen=True):
 class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one stage of an operation ended.
 
-    `state` is ``done``, ``failed`` or ``untouched`` (its job never started). `rows_undefined` are packed rows whose
-    bytes the operation may have written and that must not be used.
+    `state` is ``done``, ``failed`` or ``untouched`` (its job never started). `rows_undefined` are the rows and slots of
+    each group whose bytes the operation may have written and that must not be used (empty: none of any group).
     """
 
     stage: int
     state: str
     code: str = ""
     message: str = ""
-    rows_undefined: bytes = b""
+    rows_undefined: tuple[bytes, ...] = ()
     moved_bytes: int = 0
     digest_s: float = 0.0
     copy_s: float = 0.0
-    state_undefined: bool = False
     lane_s: float = 0.0
 
 
@@ -91,7 +92,9 @@ class WorkerProcess(msgspec.Struct, frozen=True):
 
 
 class ImageInfo(msgspec.Struct, frozen=True):
-    """One published image. `stored_bytes` counts whole granules, shared chunks in full; times are Unix seconds."""
+    """One published image. `stored_bytes` counts whole granules, shared chunks in full; times are Unix seconds.
+    `checkpoints` are the token positions of its states.
+    """
 
     image_id: int
     namespace: str
@@ -107,6 +110,7 @@ class ImageInfo(msgspec.Struct, frozen=True):
     created_unix_s: float
     used_unix_s: float
     restores: int
+    checkpoints: tuple[int, ...] = ()
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -212,39 +216,93 @@ class Unregister(Message, frozen=True, tag="unregister"):
 class Capture(Message, frozen=True, tag="capture"):
     """Capture `tokens` out of `rows` (one entry for all stages, or one a stage) into an image of `conversation`.
 
-    `slot` is the engine's own number of the slot (for marks and for the per-slot state). `state_position` is the token
-    position of the state, -1 where the stages have none. `ordered` says what orders the copy after the engine's last
-    write: ``host`` (the engine has synchronised) or ``event`` (the registered events were recorded).
+    `slot` is the engine's own number of the slot, for marks. `positions` are the token positions of the states,
+    ascending, none where no stage has any. `ordered` says what orders the copy after the engine's last write: ``host``
+    (the engine has synchronised) or ``event`` (the registered events were recorded).
     """
 
     seq: int
     engine_id: int
     conversation: str
     tokens: bytes
-    rows: tuple[bytes, ...]
+    rows: tuple[tuple[bytes, ...], ...]
     slot: int
     ordered: str
-    state_position: int = -1
+    positions: bytes = b""
     deadline_s: float = 30.0
 
 
 class Restore(Message, frozen=True, tag="restore"):
     """Restore the first `tokens` tokens (-1: all) of an image into `rows`.
 
-    The image is named by `image_id`, or by `conversation` when that is 0. With `take` the image is pinned until
+    The image is named by `image_id`, or by `conversation` when that is 0. Where stages have states, the image must have
+    a checkpoint at `tokens`, and `rows` name one slot a state group for it. With `take` the image is held until
     `Acknowledge` gives it up. `ordered` says what proves that the rows are no longer read or written by the engine.
     """
 
     seq: int
     engine_id: int
     conversation: str
-    rows: tuple[bytes, ...]
+    rows: tuple[tuple[bytes, ...], ...]
     slot: int
     ordered: str
     image_id: int = 0
     tokens: int = -1
     take: bool = False
     deadline_s: float = 30.0
+
+
+class SlotDirect(Message, frozen=True, tag="slot_direct"):
+    """Copy the `tokens` tokens in `rows`, with the states at their end, to `target_rows` of the same engine, on the
+    devices. `slot` and `target_slot` are the engine's numbers; a poisoned slot is not copied.
+    """
+
+    seq: int
+    engine_id: int
+    tokens: int
+    rows: tuple[tuple[bytes, ...], ...]
+    target_rows: tuple[tuple[bytes, ...], ...]
+    slot: int
+    target_slot: int
+    ordered: str
+    deadline_s: float = 30.0
+
+
+class SlotTo(Message, frozen=True, tag="slot_to"):
+    """First half of a slot copy through shuttles: capture all of `rows` into a transit image, which belongs to this
+    engine and slot alone and takes the place of the slot's former one. It ends with the engine.
+    """
+
+    seq: int
+    engine_id: int
+    tokens: int
+    rows: tuple[tuple[bytes, ...], ...]
+    slot: int
+    ordered: str
+    deadline_s: float = 30.0
+
+
+class SlotFrom(Message, frozen=True, tag="slot_from"):
+    """Second half: restore the transit image of `source_slot` into `rows` of `slot`. With `keep` the transit image
+    stays for further copies; a copy that failed always leaves it.
+    """
+
+    seq: int
+    engine_id: int
+    source_slot: int
+    rows: tuple[tuple[bytes, ...], ...]
+    slot: int
+    ordered: str
+    keep: bool = False
+    deadline_s: float = 30.0
+
+
+class SlotDrop(Message, frozen=True, tag="slot_drop"):
+    """Give up the transit image of a slot."""
+
+    seq: int
+    engine_id: int
+    slot: int
 
 
 class Acknowledge(Message, frozen=True, tag="acknowledge"):
@@ -347,6 +405,10 @@ Request: TypeAlias = (
     | Unregister
     | Capture
     | Restore
+    | SlotDirect
+    | SlotTo
+    | SlotFrom
+    | SlotDrop
     | Acknowledge
     | Release
     | Mark
@@ -435,8 +497,19 @@ class Restored(Message, frozen=True, tag="restored"):
     stages: tuple[StageOutcome, ...]
 
 
+class Copied(Message, frozen=True, tag="copied"):
+    """The target rows of a `SlotDirect` hold what the source's did; `copied_bytes` were copied on the devices."""
+
+    seq: int
+    tokens: int
+    copied_bytes: int
+    stages: tuple[StageOutcome, ...]
+
+
 class Found(Message, frozen=True, tag="found"):
-    """Answer to `Lookup`: `match` is ``hit`` or ``miss``; `tokens` of the asked ones are in the image."""
+    """Answer to `Lookup`: `match` is ``hit`` or ``miss``. The image can be restored to the first `tokens` of the asked
+    tokens.
+    """
 
     seq: int
     match: str
@@ -487,9 +560,12 @@ class ImageDetail(Message, frozen=True, tag="image"):
 
 
 class ChunkInfo(msgspec.Struct, frozen=True):
-    """One chunk of an image. `extents` are packed as one place (see `shm.extent`); `segments` names the shuttles."""
+    """One chunk of an image: of the rows of `group`, or (`is_state`) its state. `extents` are packed as one place (see
+    `shm.extent`); `segments` names the shuttles.
+    """
 
     stage: int
+    group: int
     is_state: bool
     token_count: int
     length_bytes: int
@@ -522,6 +598,7 @@ Reply: TypeAlias = (
     | Progress
     | Captured
     | Restored
+    | Copied
     | Found
     | StatsReply
     | Images
@@ -561,37 +638,50 @@ class ClosePool(Message, frozen=True, tag="close_pool"):
 
 
 class CaptureJob(Message, frozen=True, tag="capture_job"):
-    """Copy rows of a pool into places. The chunks are `layout.chunks(tokens, with_state=state_slot >= 0)`, in that
-    order, one place each. `poll_event` asks the worker to poll the pool's event before it starts.
+    """Copy rows of a pool into places. The chunks are `layout.chunks(tokens, positions)`, in that order, one place
+    each. `poll_event` asks the worker to poll the pool's event before it starts.
     """
 
     job: int
     pool: int
-    rows: bytes
+    rows: tuple[bytes, ...]
     tokens: int
     places: bytes
     poll_event: bool
-    state_slot: int = -1
+    positions: bytes = b""
     event_wait_s: float = 30.0
 
 
 class RestoreJob(Message, frozen=True, tag="restore_job"):
     """Verify places against `digests` and copy them into rows of a pool.
 
-    The chunks are those of the whole image (`image_tokens`); only the first `tokens` are written. `algorithms` names
-    the digest algorithm of each chunk in order, or a single one for all of them.
+    The chunks are those of the whole image (`image_tokens`, `positions`); only the first `tokens`, and the states at
+    that position, are written. `algorithms` names the digest algorithm of each chunk in order, or a single one for all.
     """
 
     job: int
     pool: int
-    rows: bytes
+    rows: tuple[bytes, ...]
     image_tokens: int
     tokens: int
     places: bytes
     digests: bytes
     algorithms: tuple[str, ...]
     poll_event: bool
-    state_slot: int = -1
+    positions: bytes = b""
+    event_wait_s: float = 30.0
+
+
+class CopyJob(Message, frozen=True, tag="copy_job"):
+    """Copy the chunks `layout.chunks(tokens, positions)` from `rows` of a pool to `target_rows` of it."""
+
+    job: int
+    pool: int
+    rows: tuple[bytes, ...]
+    target_rows: tuple[bytes, ...]
+    tokens: int
+    poll_event: bool
+    positions: bytes = b""
     event_wait_s: float = 30.0
 
 
@@ -611,7 +701,9 @@ class StopWorker(Message, frozen=True, tag="stop_worker"):
     """Finish the current copies, then exit with status 0."""
 
 
-Command: TypeAlias = MakeShuttle | OpenPool | ClosePool | CaptureJob | RestoreJob | CancelJob | TakeCensus | StopWorker
+Command: TypeAlias = (
+    MakeShuttle | OpenPool | ClosePool | CaptureJob | RestoreJob | CopyJob | CancelJob | TakeCensus | StopWorker
+)
 
 # --- worker to supervisor --------------------------------------------------------------------------------------------
 
@@ -697,8 +789,8 @@ class JobDone(Message, frozen=True, tag="job_done"):
 
 
 class JobFailed(Message, frozen=True, tag="job_failed"):
-    """A job failed. `chunk` is the number of the offending chunk or -1. `rows_undefined` are rows already written or
-    partly written by a restore; with `state_undefined` the slot's state too. `sticky` says that the device is of no
+    """A job failed. `chunk` is the number of the offending chunk or -1. `rows_undefined` are the rows and slots of each
+    group that a restore or copy has written already, or partly (empty: none). `sticky` says that the device is of no
     more use: the worker exits after this message.
     """
 
@@ -706,8 +798,7 @@ class JobFailed(Message, frozen=True, tag="job_failed"):
     code: str
     message: str
     chunk: int = -1
-    rows_undefined: bytes = b""
-    state_undefined: bool = False
+    rows_undefined: tuple[bytes, ...] = ()
     sticky: bool = False
     moved_bytes: int = 0
 

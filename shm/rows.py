@@ -39,6 +39,22 @@ def unpack_rows(packed: bytes, limit: int = ROW_LIMIT) -> RowRuns:
     return runs
 
 
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    """Little-endian u32s: token positions, or anything else below 2^32."""
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def unpack_numbers(packed: bytes) -> tuple[int, ...]:
+    """Decode `pack_numbers`.
+
+    Raises:
+        ValueError: the length is no multiple of four.
+    """
+    if len(packed) % 4:
+        raise ValueError(f"packed numbers have {len(packed)} bytes, expected a multiple of 4")
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
 def runs_of(rows: Iterable[int]) -> RowRuns:
     """Join single row numbers, in the given order, into runs."""
     runs: list[tuple[int, int]] = []

@@ -6,13 +6,13 @@ and torch are never imported for a caller who does not use them: their objects a
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, cast
 
 from ipc.messages import TOKEN_BYTES
-from shm.rows import DistinctRows, RowRuns, pack_rows, row_count, runs_of
+from shm.rows import RowRuns, runs_of
 from stratad.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,29 +39,6 @@ TokensLike: TypeAlias = Sequence[int] | bytes | ArrayLike
 RowsLike: TypeAlias = Sequence[tuple[int, int]] | Sequence[int] | range | ArrayLike
 
 
-class StageRows:
-    """The rows of one operation on one stage: `packed` in token order, `ascending` for comparing with others.
-
-    `end` is one more than the highest row.
-    """
-
-    __slots__ = ("_distinct", "count", "end", "packed")
-
-    def __init__(self, runs: RowRuns) -> None:
-        try:
-            self._distinct = DistinctRows(runs)
-        except ValueError as exc:
-            raise UsageError("bad_rows", f"rows of one operation must differ: {exc}") from exc
-        self.count = row_count(runs)
-        self.end = max(map(sum, runs))
-        self.packed = pack_rows(runs)
-
-    @property
-    def ascending(self) -> RowRuns:
-        """The rows in ascending order."""
-        return self._distinct.ascending
-
-
 def pack_tokens(tokens: TokensLike) -> bytes:
     """Token ids as little-endian u32.
 
@@ -86,13 +63,12 @@ def pack_tokens(tokens: TokensLike) -> bytes:
     return packed
 
 
-def parse_rows(rows: RowsLike) -> StageRows:
-    """Rows in token order: runs ``((first, count), ...)``, row numbers, a `range`, or an integer array of one axis.
-
-    An array of two axes holds runs, one a line.
+def parse_rows(rows: RowsLike) -> RowRuns:
+    """Runs, in token order, of rows given as runs ``((first, count), ...)``, row numbers, a `range`, or an integer
+    array of one axis. An array of two axes holds runs, one a line.
 
     Raises:
-        UsageError: none at all, negative, a row twice, an empty run (code ``bad_rows``).
+        UsageError: none at all, negative, an empty run (code ``bad_rows``).
     """
     if isinstance(rows, range):
         runs = _runs_of_range(rows)
@@ -103,37 +79,13 @@ def parse_rows(rows: RowsLike) -> StageRows:
     if not runs:
         raise UsageError("bad_rows", "at least one row is needed, got none")
     if min(map(itemgetter(0), runs)) >= 0 and min(map(itemgetter(1), runs)) > 0 and max(map(sum, runs)) <= U32_LIMIT:
-        return StageRows(runs)
+        return runs
     for first, count in runs:
         if first < 0 or count <= 0 or first + count > U32_LIMIT:
             raise UsageError(
                 "bad_rows", f"run ({first}, {count}): first must be >= 0, count > 0 and the end at most {U32_LIMIT}"
             )
-    return StageRows(runs)
-
-
-class StageLimits(NamedTuple):
-    """What rows of a stage are checked against."""
-
-    rows: int
-    tokens_per_row: int
-
-
-def check_rows(stage: int, limits: StageLimits, rows: StageRows, tokens: int) -> None:
-    """Refuse rows that the stage does not have, or that are not as many as `tokens` tokens need (-1: all tokens of an
-    image; only the daemon knows how many rows those need at least).
-
-    Raises:
-        UsageError: code ``bad_rows``.
-    """
-    if rows.end > limits.rows:
-        raise UsageError("bad_rows", f"stage {stage} has rows 0..{limits.rows - 1}, got row {rows.end - 1}")
-    if tokens >= 0 and rows.count != -(-tokens // limits.tokens_per_row):
-        raise UsageError(
-            "bad_rows",
-            f"stage {stage}: {tokens} tokens at {limits.tokens_per_row} a row need "
-            f"{-(-tokens // limits.tokens_per_row)} rows, got {rows.count}",
-        )
+    return runs
 
 
 def _little(tokens: "array[int]") -> bytes:
@@ -212,30 +164,3 @@ def _integers(values: ArrayLike, code: str, what: str, axes: int = 1) -> "np.nda
         if low < 0 or high >= U32_LIMIT:
             raise UsageError(code, f"{what} {low if low < 0 else high} is outside 0..{U32_LIMIT - 1}")
     return array_
-
-
-def rows_per_stage(
-    stages: Sequence[StageLimits],
-    rows: RowsLike | None,
-    rows_by_stage: Sequence[RowsLike] | None,
-    tokens: int,
-) -> tuple[StageRows, ...]:
-    """Parsed and checked rows of an operation: one entry for all stages (`rows`), or one a stage (`rows_by_stage`).
-
-    Raises:
-        UsageError: both or neither are given, or any stage's rows are wrong (code ``bad_rows``).
-    """
-    if (rows is None) == (rows_by_stage is None):
-        raise UsageError("bad_rows", "give either rows (for all stages) or rows_by_stage, not both and not neither")
-    given: Iterable[RowsLike]
-    if rows_by_stage is not None:
-        if len(rows_by_stage) != len(stages):
-            raise UsageError("bad_rows", f"rows_by_stage has {len(rows_by_stage)} entries for {len(stages)} stages")
-        given = rows_by_stage
-    else:
-        assert rows is not None
-        given = (rows,)
-    parsed = tuple(parse_rows(entry) for entry in given)
-    for stage, limits in enumerate(stages):
-        check_rows(stage, limits, parsed[stage if len(parsed) > 1 else 0], tokens)
-    return parsed

@@ -1,37 +1,23 @@
 """An engine as its own process sees it: registered stages, marks, operations and the rows they fence."""
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from ipc.messages import (
-    Acknowledge,
-    Cancel,
-    Capture,
-    Captured,
-    Done,
-    Found,
-    Lookup,
-    Mark,
-    Release,
-    Request,
-    Restore,
-    Restored,
-    WorkerProcess,
-)
-from stratad._arguments import RowsLike, StageLimits, TokensLike, pack_tokens, rows_per_stage
+from ipc.messages import Captured, Copied, Done, Found, Lookup, Mark, Restored, SlotDrop, WorkerProcess
+from stratad._arguments import TokensLike, pack_tokens
 from stratad._calls import FINAL, Call
 from stratad._fences import AnyTicket, Fences, rows_busy
+from stratad._operations import ImageWanted, Operations
 from stratad._proofs import wait_for_end
 from stratad._registration import Registration
+from stratad._rows import Checkpoints, RowsGiven, StageRowsLike
 from stratad._stages import StageExport
 from stratad.errors import Busy, Lost, StratadError, UsageError
 from stratad.tickets import Ticket
 
 if TYPE_CHECKING:
-    from stratad._connection import Connection
     from stratad.client import Client
 
 # How often a wait for the end of workers looks again.
@@ -42,8 +28,8 @@ MarkName = Literal["clean", "dirty", "poisoned"]
 
 @dataclass(frozen=True)
 class Match:
-    """The longest published prefix that `Engine.lookup` found: the first `tokens` of the asked ones are in the
-    image.
+    """The longest published prefix that `Engine.lookup` found: the image can be restored to the first `tokens` of the
+    asked ones.
     """
 
     image_id: int
@@ -67,8 +53,9 @@ class Engine:
     """A registered engine. Made by `Client.register`; stays valid over restarts of the daemon. Thread-safe.
 
     Rows are those of one operation in token order (see `stratad._arguments.parse_rows`): `rows` for all stages alike,
-    or `rows_by_stage` with one entry a stage. `slot` is the engine's own number of a slot. `deadline_s` None means
-    the client's default.
+    or `rows_by_stage` with one entry a stage; a stage with several row groups takes `GroupRows`. Of a group with a
+    window they are the rows of the tokens that the window holds (`RowGroup.first_token`). `slot` is the engine's own
+    number of a slot. `deadline_s` None means the client's default.
     """
 
     def __init__(
@@ -92,11 +79,8 @@ class Engine:
         )
         self._client = client
         self._pump = client.pump
-        self._has_event = any(export.ordered == "event" for export in exports)
         self._fences = Fences(client.pump, self.layouts)
-        self._limits = tuple(StageLimits(layout.rows, layout.tokens_per_row) for layout in self.layouts)
-        states = [layout.state.slots for layout in self.layouts if layout.state is not None]
-        self._state_slots = min(states) if states else None
+        self._operations = Operations(client, self.registration, self.layouts, self._fences)
         self.registration.on_first = self.registered_first
         self.registration.on_unmapped = self._unmapped
         self.registration.needed_proofs = self._fences.proofs
@@ -108,98 +92,62 @@ class Engine:
         self,
         conversation: str,
         tokens: TokensLike,
-        rows: RowsLike | None = None,
+        rows: StageRowsLike | None = None,
         slot: int = 0,
         *,
-        rows_by_stage: Sequence[RowsLike] | None = None,
-        state_position: int = -1,
+        rows_by_stage: Sequence[StageRowsLike] | None = None,
+        checkpoints: Checkpoints = (),
         deadline_s: float | None = None,
     ) -> Ticket[Captured]:
         """Start to capture `tokens` out of the rows into an image of `conversation`; returns at once.
 
         The copy is ordered after all work that is on the stages' current streams now; only where the GPU runtime shares
         no events is that work waited for. The rows must not be written until the ticket is source free.
-        `state_position` is the token position of the slot's state, where stages have one.
+        Where stages have states, `checkpoints` are the positions, ascending, at which the image is to hold them, each
+        with the state slot where that state lies: ``(token position, state slot)``.
 
         Raises:
             UsageError: the arguments contradict each other or the registration.
-            Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
+            Busy: a row is still written by an operation of this engine (code ``rows_busy``).
         """
-        self._client.check_process()
-        packed = pack_tokens(tokens)
-        count = len(packed) // 4
-        parsed = rows_per_stage(self._limits, rows, rows_by_stage, count)
-        self._check_slot(slot)
-        self._check_state(state_position, count)
-        ordered = self._order()
-        packed_rows = tuple(entry.packed for entry in parsed)
-
-        def build(link: "Connection", seq: int) -> Request:
-            ticket.sent_by(link, self.registration.engine_id, self.registration.workers)
-            return Capture(
-                seq,
-                self.registration.engine_id,
-                conversation,
-                packed,
-                packed_rows,
-                slot,
-                ordered,
-                state_position,
-                call.remaining_s(),
-            )
-
-        call = self._call("capture", build, Captured, deadline_s, retry=True)
-        ticket: Ticket[Captured] = Ticket(
-            "capture",
-            self._pump,
-            call,
-            rows=parsed,
-            slot=slot,
-            cancel=self._send_cancel,
+        given = RowsGiven(rows, rows_by_stage)
+        return self._operations.capture(
+            conversation, tokens, given, slot, checkpoints=checkpoints, deadline_s=deadline_s
         )
-        self._start(ticket, call)
-        return ticket
 
     def restore(
         self,
         conversation: str = "",
-        rows: RowsLike | None = None,
+        rows: StageRowsLike | None = None,
         slot: int = 0,
         *,
         image_id: int = 0,
-        rows_by_stage: Sequence[RowsLike] | None = None,
+        rows_by_stage: Sequence[StageRowsLike] | None = None,
         tokens: int = -1,
         deadline_s: float | None = None,
     ) -> Ticket[Restored]:
         """Start to restore the first `tokens` tokens (-1: all) of an image into the rows; returns at once.
 
         The image is named by its conversation or by `image_id`. The rows are as many as `tokens` need; for all tokens
-        there may be more, of which the first are used. The rows are undefined until the result is there, and
-        after a failure those that the error's stages name.
+        there may be more, of which the first are used. States go to state slot `slot`; they must be there at `tokens`,
+        and no window may have passed what so many tokens need (code ``no_checkpoint``). The rows are undefined until
+        the result is there, and after a failure those that the error's stages name.
 
         Raises:
             UsageError: the arguments contradict each other or the registration.
             Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
         """
-        return self._restore(
-            conversation,
-            rows,
-            slot,
-            image_id=image_id,
-            rows_by_stage=rows_by_stage,
-            tokens=tokens,
-            deadline_s=deadline_s,
-            take=False,
-        )
+        image = ImageWanted(conversation, image_id, tokens, take=False)
+        return self._operations.restore(image, RowsGiven(rows, rows_by_stage), slot, deadline_s)
 
     def take(
         self,
         conversation: str = "",
-        rows: RowsLike | None = None,
+        rows: StageRowsLike | None = None,
         slot: int = 0,
         *,
         image_id: int = 0,
-        rows_by_stage: Sequence[RowsLike] | None = None,
+        rows_by_stage: Sequence[StageRowsLike] | None = None,
         tokens: int = -1,
         deadline_s: float | None = None,
     ) -> Ticket[Restored]:
@@ -208,16 +156,85 @@ class Engine:
         Until then the image is held for this engine: nobody else can take it. A ticket whose result nobody will ask
         for must be cancelled; see `Ticket.cancel`.
         """
-        return self._restore(
-            conversation,
-            rows,
-            slot,
-            image_id=image_id,
-            rows_by_stage=rows_by_stage,
-            tokens=tokens,
-            deadline_s=deadline_s,
-            take=True,
-        )
+        image = ImageWanted(conversation, image_id, tokens, take=True)
+        return self._operations.restore(image, RowsGiven(rows, rows_by_stage), slot, deadline_s)
+
+    def slot_direct(
+        self,
+        tokens: int,
+        rows: StageRowsLike | None,
+        target_rows: StageRowsLike | None,
+        *,
+        slot: int,
+        target_slot: int,
+        rows_by_stage: Sequence[StageRowsLike] | None = None,
+        target_rows_by_stage: Sequence[StageRowsLike] | None = None,
+        deadline_s: float | None = None,
+    ) -> Ticket[Copied]:
+        """Start to copy `tokens` tokens from rows to other rows of this engine, on the devices; returns at once.
+
+        Where stages have states, the one in state slot `slot` is at `tokens` and goes to state slot `target_slot`. The
+        source is only read, whatever happens; after a failure the error's stages name the target rows that are
+        undefined.
+
+        Raises:
+            UsageError: the arguments contradict each other or the registration.
+            Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
+        """
+        source, target = RowsGiven(rows, rows_by_stage), RowsGiven(target_rows, target_rows_by_stage)
+        return self._operations.slot_direct(tokens, source, target, (slot, target_slot), deadline_s)
+
+    def slot_to(
+        self,
+        tokens: int,
+        rows: StageRowsLike | None = None,
+        slot: int = 0,
+        *,
+        rows_by_stage: Sequence[StageRowsLike] | None = None,
+        deadline_s: float | None = None,
+    ) -> Ticket[Captured]:
+        """First half of a slot copy through the daemon's memory: start to copy the rows, always all of them, into the
+        *transit image* of `slot`, with the state in state slot `slot` where stages have states. Nobody else sees it, it
+        is never evicted, and it ends with this engine, with the next `slot_to` of the slot, or when a `slot_from` has
+        copied it.
+
+        Raises:
+            UsageError: the arguments contradict each other or the registration.
+            Busy: a row is still written by an operation of this engine (code ``rows_busy``).
+        """
+        return self._operations.slot_to(tokens, RowsGiven(rows, rows_by_stage), slot, deadline_s)
+
+    def slot_from(
+        self,
+        source_slot: int,
+        rows: StageRowsLike | None = None,
+        slot: int = 0,
+        *,
+        rows_by_stage: Sequence[StageRowsLike] | None = None,
+        keep: bool = False,
+        deadline_s: float | None = None,
+    ) -> Ticket[Restored]:
+        """Second half: start to copy the transit image of `source_slot` into the rows, verified as in a restore. With
+        `keep` the transit image stays; after a failure it always does.
+
+        Raises:
+            UsageError: the arguments contradict each other or the registration; no transit image (``unknown_image``).
+            Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
+        """
+        given = RowsGiven(rows, rows_by_stage)
+        return self._operations.slot_from(source_slot, given, slot, keep=keep, deadline_s=deadline_s)
+
+    def slot_drop(self, slot: int, *, deadline_s: float | None = None) -> None:
+        """Give up the transit image of a slot.
+
+        Raises:
+            UsageError: it has none (code ``unknown_image``).
+        """
+        self._client.wait(self._slot_drop_call(slot, deadline_s), Done)
+
+    async def slot_drop_async(self, slot: int, *, deadline_s: float | None = None) -> None:
+        """`slot_drop` for coroutines."""
+        await self._client.wait_async(self._slot_drop_call(slot, deadline_s), Done)
 
     def lookup(self, tokens: TokensLike, *, deadline_s: float | None = None) -> Match | None:
         """The longest published prefix of `tokens` in this engine's namespace and fingerprint; None for a miss."""
@@ -396,118 +413,34 @@ class Engine:
         who = f"processes {pids}, not proven gone," if pids else "a worker"
         return Busy("rows_busy", f"{name}: {who} may still have the memory of engine {self.name!r} mapped")
 
-    def _restore(
-        self,
-        conversation: str,
-        rows: RowsLike | None,
-        slot: int,
-        *,
-        image_id: int,
-        rows_by_stage: Sequence[RowsLike] | None,
-        tokens: int,
-        deadline_s: float | None,
-        take: bool,
-    ) -> Ticket[Restored]:
-        self._client.check_process()
-        if (not conversation) == (image_id == 0):
-            raise UsageError("bad_value", "give either conversation or image_id")
-        if tokens < -1 or tokens == 0:
-            raise UsageError("bad_tokens", f"tokens must be -1 (all) or above 0, got {tokens}")
-        parsed = rows_per_stage(self._limits, rows, rows_by_stage, tokens)
-        self._check_slot(slot)
-        ordered = self._order()
-        packed_rows = tuple(entry.packed for entry in parsed)
-
-        def build(link: "Connection", seq: int) -> Request:
-            ticket.sent_by(link, self.registration.engine_id, self.registration.workers)
-            return Restore(
-                seq,
-                self.registration.engine_id,
-                conversation,
-                packed_rows,
-                slot,
-                ordered,
-                image_id,
-                tokens,
-                take,
-                call.remaining_s(),
-            )
-
-        call = self._call("take" if take else "restore", build, Restored, deadline_s, retry=False)
-        ticket: Ticket[Restored] = Ticket(
-            call.name,
-            self._pump,
-            call,
-            rows=parsed,
-            slot=slot,
-            cancel=self._send_cancel,
-            acknowledge=self._send_acknowledge if take else None,
-            release=self._send_release if take else None,
-        )
-        self._start(ticket, call)
-        return ticket
-
-    def _call(
-        self,
-        name: str,
-        build: "Callable[[Connection, int], Request]",
-        expected: type[object],
-        deadline_s: float | None,
-        *,
-        retry: bool,
-    ) -> Call:
+    def _slot_drop_call(self, slot: int, deadline_s: float | None) -> Call:
+        self.registration.check_open()
         return Call(
-            name,
-            build,
-            expected,
+            "slot_drop",
+            lambda _, seq: SlotDrop(seq, self.registration.engine_id, slot),
+            Done,
             self._client.until_s(deadline_s),
             owner=self.registration,
-            retry=retry,
         )
-
-    def _start(self, ticket: AnyTicket, call: Call) -> None:
-        with self._pump.lock:
-            self._check_open()
-            self._fences.add(ticket, call.name)
-            self._pump.submit(call)
-        self._client.ask_about_lost()
-
-    def _check_open(self) -> None:
-        if self.registration.closed:
-            raise UsageError("not_registered", f"engine {self.name!r} is no longer registered")
-
-    def _check_slot(self, slot: int) -> None:
-        if slot < 0:
-            raise UsageError("bad_value", f"slot must be >= 0, got {slot}")
-        if self._state_slots is not None and slot >= self._state_slots:
-            raise UsageError("bad_state", f"there are states of slots 0..{self._state_slots - 1}, got {slot}")
-
-    def _check_state(self, position: int, tokens: int) -> None:
-        if position < -1 or position > tokens:
-            raise UsageError("bad_state", f"state_position must be -1 or 0..{tokens}, got {position}")
-        if self._state_slots is not None and position == -1:
-            raise UsageError("bad_state", "a stage has a state: say its token position (state_position)")
-        if self._state_slots is None and position != -1:
-            raise UsageError("bad_state", f"no stage has a state, got state_position {position}")
-
-    def _order(self) -> str:
-        """Order the operation after what is on the current streams; says how the daemon can see that."""
-        for export in self.registration.exports:
-            export.order()
-        return "event" if self._has_event else "host"
 
     def _lookup_call(self, tokens: TokensLike, deadline_s: float | None) -> Call:
         packed = pack_tokens(tokens)
-        self._check_open()
-        return self._call(
-            "lookup", lambda _, seq: Lookup(seq, self.registration.engine_id, packed), Found, deadline_s, retry=True
+        self.registration.check_open()
+        return Call(
+            "lookup",
+            lambda _, seq: Lookup(seq, self.registration.engine_id, packed),
+            Found,
+            self._client.until_s(deadline_s),
+            owner=self.registration,
+            retry=True,
         )
 
     def _mark_call(self, slot: int, mark: MarkName, deadline_s: float | None) -> tuple[Call, Callable[[], None]]:
         if mark not in get_args(MarkName):
             raise UsageError("bad_value", f"mark must be one of {', '.join(get_args(MarkName))}, got {mark!r}")
-        self._check_slot(slot)
-        self._check_open()
+        if slot < 0:
+            raise UsageError("bad_value", f"slot must be >= 0, got {slot}")
+        self.registration.check_open()
         with self._pump.lock:
             # Remembered before it is sent: a poisoned slot must not come back clean because the daemon died in between.
             before = self.registration.marks.get(slot)
@@ -520,32 +453,14 @@ class Engine:
                 else:
                     self.registration.marks[slot] = before
 
-        call = self._call(
-            "mark", lambda _, seq: Mark(seq, self.registration.engine_id, slot, mark), Done, deadline_s, retry=False
-        )
-        return call, undo
-
-    def _send_acknowledge(self, image_id: int, until_s: float) -> Call:
         call = Call(
-            "acknowledge",
-            lambda _, seq: Acknowledge(seq, self.registration.engine_id, image_id),
+            "mark",
+            lambda _, seq: Mark(seq, self.registration.engine_id, slot, mark),
             Done,
-            until_s,
+            self._client.until_s(deadline_s),
             owner=self.registration,
         )
-        self._pump.submit(call)
-        return call
-
-    def _send_release(self, start_id: bytes, engine_id: int, image_id: int) -> None:
-        link = self._pump.link
-        # Other than on the take's own connection there is nothing to release: the daemon did so when that ended.
-        if link is not None and link.welcome.start_id == start_id and self.registration.engine_id == engine_id:
-            call = Call("release", lambda _, seq: Release(seq, engine_id, image_id), Done, time.monotonic())
-            with contextlib.suppress(UsageError):  # the client is being closed, which releases as well
-                self._pump.submit(call)
-
-    def _send_cancel(self, target_seq: int) -> None:
-        self._pump.submit(Call("cancel", lambda _, seq: Cancel(seq, target_seq), Done, time.monotonic()))
+        return call, undo
 
 
 def _match(found: Found) -> Match | None:

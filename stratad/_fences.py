@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from ipc.messages import Captured, Restored
+from ipc.messages import Captured, Copied, Restored
 from shm.layout import StageLayout
-from shm.rows import overlap
+from shm.row_spaces import shared_row
 from stratad._proofs import WorkerProof
 from stratad._pump import Pump
 from stratad.errors import Busy
 from stratad.tickets import Ticket
 
-AnyTicket: TypeAlias = Ticket[Captured] | Ticket[Restored]
+AnyTicket: TypeAlias = Ticket[Captured] | Ticket[Restored] | Ticket[Copied]
 
 
 class Fences:
@@ -19,14 +19,15 @@ class Fences:
 
     def __init__(self, pump: Pump, layouts: Sequence[StageLayout]) -> None:
         self._pump = pump
-        self._stateful = tuple(layout.state is not None for layout in layouts)
+        self._layouts = tuple(layouts)
         self._tickets: list[AnyTicket] = []
 
     def add(self, ticket: AnyTicket, name: str) -> None:
         """Fence the rows of a ticket that is about to be sent.
 
         Raises:
-            Busy: another ticket fences one of its rows, or its slot's state, on the same stage (code ``rows_busy``).
+            Busy: another ticket fences one of its rows or state slots on the same stage, and one of the two writes it
+                (code ``rows_busy``).
         """
         if self.busy():
             # Their end may have come and lie unread.
@@ -64,16 +65,18 @@ class Fences:
             ticket.disown(start_id, engine_ids_in_flight)
 
     def _refuse_overlap(self, ticket: AnyTicket, other: AnyTicket, name: str) -> None:
-        for stage, stateful in enumerate(self._stateful):
-            row = overlap(ticket.rows_on(stage).ascending, other.rows_on(stage).ascending)
-            shared_state = stateful and ticket.slot == other.slot
-            if (row is not None or shared_state) and other.busy_stage(stage):
-                raise rows_busy(other, name, stage, row)
+        for stage, layout in enumerate(self._layouts):
+            for mine in ticket.uses:
+                for theirs in other.uses:
+                    if not (mine.writes or theirs.writes):
+                        continue
+                    shared = shared_row(layout, mine.on(stage).spaces, theirs.on(stage).spaces)
+                    if shared and other.busy_stage(stage):
+                        raise rows_busy(other, name, stage, shared)
 
 
-def rows_busy(other: AnyTicket, name: str, stage: int = -1, row: int | None = None) -> Busy:
-    """The refusal of `name` because of the ticket `other`."""
-    what = "rows" if stage == -1 else f"the state of slot {other.slot}" if row is None else f"row {row}"
+def rows_busy(other: AnyTicket, name: str, stage: int = -1, what: str = "rows") -> Busy:
+    """The refusal of `name` because the ticket `other` uses `what`."""
     where = "" if stage == -1 else f" of stage {stage}"
     text = f"{name}: {what}{where} may still be used by a {other.kind} (request {other.seq}, {other.state})"
     return Busy("rows_busy", text, stage=stage, detail={"request": str(other.seq), "kind": other.kind})

@@ -17,7 +17,7 @@ from stratad._calls import Call
 from stratad._proofs import WorkerProof
 from stratad._pump import Pump
 from stratad._stages import StageExport
-from stratad.errors import Busy, Lost, PeerGone, ProtocolError, StratadError
+from stratad.errors import Busy, Lost, PeerGone, ProtocolError, StratadError, UsageError
 
 if TYPE_CHECKING:
     from stratad._connection import Connection
@@ -73,6 +73,15 @@ class Registration:
     def registered(self) -> bool:
         """Whether the engine is registered on the connection that is open now."""
         return self._link is not None and self._link is self._pump.link
+
+    def check_open(self) -> None:
+        """Refuse calls of an engine that was unregistered.
+
+        Raises:
+            UsageError: it was (code ``not_registered``).
+        """
+        if self.closed:
+            raise UsageError("not_registered", f"engine {self.name!r} is no longer registered")
 
     def ready_on(self, link: "Connection") -> bool:
         """Whether calls may be sent on `link`; if not, the registration is on its way."""

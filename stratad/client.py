@@ -26,6 +26,7 @@ from ipc.messages import (
     FINGERPRINT_REQUIRED,
     Captured,
     Clear,
+    Copied,
     Done,
     Drop,
     Goodbye,
@@ -46,6 +47,7 @@ from stratad._calls import FINAL, Call
 from stratad._connection import Connection
 from stratad._engine import Engine, MarkName, Match
 from stratad._pump import Pump
+from stratad._rows import GroupRows
 from stratad._stages import export_stages
 from stratad.errors import DeadlineExceeded, StratadError, UsageError
 from stratad.paths import PathError, SocketPaths, default_run_dir, socket_paths
@@ -55,8 +57,10 @@ from stratad.tickets import Ticket
 __all__ = [
     "Captured",
     "Client",
+    "Copied",
     "CpuPool",
     "Engine",
+    "GroupRows",
     "ImageDetail",
     "ImageInfo",
     "MarkName",

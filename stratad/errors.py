@@ -105,6 +105,7 @@ CODES: Final[dict[str, type[StratadError]]] = {
     "bad_rows": UsageError,
     "bad_tokens": UsageError,
     "bad_state": UsageError,
+    "no_checkpoint": UsageError,
     "fingerprint_missing": UsageError,
     "fingerprint_mismatch": UsageError,
     "foreign_device": UsageError,

@@ -1,7 +1,9 @@
-"""Tickets: one capture or restore in flight, and whether workers may still touch its rows.
+"""Tickets: one capture, restore or slot copy in flight, and whether workers may still touch its rows.
 
-    capture   sent -> accepted -> source_free -> published | failed
-    restore   sent -> accepted ----------------> restored  | failed
+    capture             sent -> accepted -> source_free -> published | failed
+    restore, take       sent -> accepted ----------------> restored  | failed
+    slot_to             sent -> accepted -> source_free -> copied    | failed
+    slot_from, _direct  sent -> accepted ----------------> copied    | failed
 
 A deadline or a lost connection ends the caller's waiting, never the operation. `rows_busy` stays true until a final
 reply came, or every worker process that served the operation is proven gone, or the daemon, asked again, no longer
@@ -17,18 +19,21 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
 
-from ipc.messages import Captured, Restored
-from stratad._arguments import StageRows
+from ipc.messages import Captured, Copied, Restored
 from stratad._calls import ACCEPTED, FINAL, QUEUED, SENT, SOURCE_FREE, Call
 from stratad._proofs import WorkerProof, wait_for_end
 from stratad._pump import Pump
+from stratad._rows import RowUse
 from stratad.errors import Cancelled, DeadlineExceeded, StratadError
 
 if TYPE_CHECKING:
     from stratad._connection import Connection
 
-ResultT_co = TypeVar("ResultT_co", Captured, Restored, covariant=True)
+ResultT_co = TypeVar("ResultT_co", Captured, Restored, Copied, covariant=True)
 
+_ENDS: Final = {"capture": "published", "restore": "restored", "take": "restored"}
+# Captures, of which the rows are free before the end.
+_FREED_EARLY: Final = ("capture", "slot_to")
 _STATES: Final = {QUEUED: "sent", SENT: "sent", ACCEPTED: "accepted", SOURCE_FREE: "source_free"}
 # No process of the daemon outlives its supervisor by more than this.
 OUTLIVES_S: Final = 1.0
@@ -37,10 +42,11 @@ _LOOK_S: Final = 0.05
 
 
 class Ticket(Generic[ResultT_co]):
-    """A capture (result `Captured`) or a restore (result `Restored`) in flight.
+    """A capture (result `Captured`), a restore (`Restored`) or a slot copy in flight.
 
-    Made by `Engine.capture`, `restore` and `take`. Nothing moves it on but its own methods and other calls of the
-    client: there is no thread behind it. Any thread may use it, and ``await ticket`` is `result` for coroutines.
+    Made by `Engine.capture`, `restore`, `take` and the slot copies. Nothing moves it on but its own methods and other
+    calls of the client: there is no thread behind it. Any thread may use it, and ``await ticket`` is `result` for
+    coroutines.
     """
 
     def __init__(
@@ -49,7 +55,7 @@ class Ticket(Generic[ResultT_co]):
         pump: Pump,
         call: Call,
         *,
-        rows: tuple[StageRows, ...],
+        uses: tuple[RowUse, ...],
         slot: int,
         cancel: Callable[[int], None],
         acknowledge: Callable[[int, float], Call] | None = None,
@@ -58,9 +64,9 @@ class Ticket(Generic[ResultT_co]):
         """Takes have both `acknowledge(image_id, until_s)` and `release(start_id, engine_id, image_id)`."""
         self.kind: Final = kind
         self.slot: Final = slot
+        self.uses: Final = uses
         self._pump = pump
         self._call = call
-        self._rows = rows
         self._send_cancel = cancel
         self._make_acknowledgement = acknowledge
         self._acknowledgement: Call | None = None
@@ -82,13 +88,13 @@ class Ticket(Generic[ResultT_co]):
 
     @property
     def state(self) -> str:
-        """``sent``, ``accepted``, ``source_free`` (captures), ``published`` or ``restored``, ``failed``."""
+        """``sent``, ``accepted``, ``source_free``, ``published``, ``restored`` or ``copied``, ``failed``."""
         self._pump.poll()
         call = self._call
         if call.level == FINAL:
             if call.error is not None:
                 return "failed"
-            return "published" if self.kind == "capture" else "restored"
+            return _ENDS.get(self.kind, "copied")
         return _STATES[call.level]
 
     @property
@@ -214,7 +220,7 @@ class Ticket(Generic[ResultT_co]):
         # A lost call never got the daemon's word: its workers are the only witnesses.
         if call.level == FINAL and (self._disowned or not call.lost):
             return False
-        if self.kind == "capture" and SOURCE_FREE in (call.level, call.reached):
+        if self.kind in _FREED_EARLY and SOURCE_FREE in (call.level, call.reached):
             return False
         if call.level < FINAL:
             # Whoever waits no longer, and even a worker's death, ends nothing: the daemon may have kept the operation
@@ -224,10 +230,6 @@ class Ticket(Generic[ResultT_co]):
             return True
         workers = self._workers if stage is None else self._workers[stage : stage + 1]
         return not all(worker.gone() for worker in workers)
-
-    def rows_on(self, stage: int) -> StageRows:
-        """The rows of one stage."""
-        return self._rows[stage if len(self._rows) > 1 else 0]
 
     @property
     def workers(self) -> tuple[WorkerProof, ...]:

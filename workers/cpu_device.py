@@ -10,6 +10,7 @@ import mmap
 import platform
 import time
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from typing import Final
 
 import numpy as np
@@ -146,7 +147,7 @@ class CpuCopier:
         before, after = self._digester.hasher(XXH3), self._digester.hasher(XXH3)
         at = 0
         now_s = time.perf_counter()
-        for group in grouped(_pool(work).view.pieces(chunk, work.rows, work.state_slot)):
+        for group in grouped(_pool(work).view.pieces(chunk, work.rows)):
             size = sum(piece.size_bytes for piece in group)
             self._digest_source(group, size, before)
             if self.before_copy is not None:
@@ -170,6 +171,36 @@ class CpuCopier:
         if at != chunk.span.length_bytes or digest != after.digest():
             raise SourceDiffers(chunk.number)
         return digest
+
+    def complete_copy(self, slot: int, target: SliceWork) -> None:
+        """See `Copier`."""
+        work = self._take(slot)
+        staged = self._room_for_slice(work)
+        for chunk, part in zip(work.chunks, staged, strict=True):
+            self._stage_source(work, chunk, part)
+        self._scatter(target, staged)
+
+    def _stage_source(self, work: SliceWork, chunk: ChunkWork, staged: Bytes) -> None:
+        """Copy a chunk of the pool to staging; both must have one digest."""
+        view = _pool(work).view
+        before, after = self._digester.hasher(XXH3), self._digester.hasher(XXH3)
+        start_s = time.perf_counter()
+        for group in grouped(view.pieces(chunk, work.rows)):
+            self._digest_source(group, sum(piece.size_bytes for piece in group), before)
+        if self.before_copy is not None:
+            self.before_copy(work)
+        copy_s = time.perf_counter()
+        at = 0
+        for group in grouped(view.pieces(chunk, work.rows)):
+            end = at + sum(piece.size_bytes for piece in group)
+            _gather(group, staged[at:end])
+            at = end
+        copied_s = time.perf_counter()
+        after.update(staged)
+        self._copy_s += copied_s - copy_s
+        self._digest_s += time.perf_counter() - copied_s + copy_s - start_s
+        if at != chunk.span.length_bytes or before.digest() != after.digest():
+            raise SourceDiffers(chunk.number)
 
     def _digest_source(self, group: list[Piece], size_bytes: int, hasher: Hasher) -> None:
         flats = [piece.flat for piece in group if piece.flat is not None]
@@ -195,16 +226,17 @@ class CpuCopier:
         entry = self._slots[slot]
         work = entry.work
         assert work is not None, "a slot is begun before it is verified"
-        total = sum(chunk.span.length_bytes for chunk in work.chunks)
-        if total > len(self._staging):
-            self._staging = np.empty(total, np.uint8)
-        entry.staging = []
-        at = 0
-        for chunk in work.chunks:
-            staged = self._staging[at : at + chunk.span.length_bytes]
+        entry.staging = self._room_for_slice(work)
+        for chunk, staged in zip(work.chunks, entry.staging, strict=True):
             self._stage(chunk, staged)
-            entry.staging.append(staged)
-            at += chunk.span.length_bytes
+
+    def _room_for_slice(self, work: SliceWork) -> list[Bytes]:
+        """Staging for every chunk of a slice; that of the slice before is over."""
+        lengths = [chunk.span.length_bytes for chunk in work.chunks]
+        ends = list(accumulate(lengths, initial=0))
+        if ends[-1] > len(self._staging):
+            self._staging = np.empty(ends[-1], np.uint8)
+        return [self._staging[start:end] for start, end in pairwise(ends)]
 
     def _stage(self, chunk: ChunkWork, staged: Bytes) -> None:
         hasher = self._digester.hasher(chunk.algorithm)
@@ -231,10 +263,13 @@ class CpuCopier:
         work = self._take(slot)
         if self.before_copy is not None:
             self.before_copy(work)
+        self._scatter(work, staging)
+
+    def _scatter(self, work: SliceWork, staging: list[Bytes]) -> None:
         start_s = time.perf_counter()
         for chunk, staged in zip(work.chunks, staging, strict=True):
             at = 0
-            for piece in _pool(work).view.pieces(chunk, work.rows, work.state_slot):
+            for piece in _pool(work).view.pieces(chunk, work.rows):
                 piece.scatter(staged[at : at + piece.size_bytes])
                 at += piece.size_bytes
         self._copy_s += time.perf_counter() - start_s

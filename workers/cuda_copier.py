@@ -42,6 +42,7 @@ class _Slot:
         self.written = runtime.event_create()
         counts.events += 3
         self.loaded: LoadedSlice | None = None
+        self.reads_table = False
 
     def close(self, runtime: GpuRuntime, counts: Counts) -> None:
         for event in (self.summed, self.copied, self.written):
@@ -96,6 +97,10 @@ class CudaCopier:
         """See `Copier`."""
         with translated():
             entry, runtime = self._slots[slot], self._runtime
+            if entry.reads_table:
+                # The table of the slot's last copy may not have left the host yet.
+                runtime.event_synchronize(entry.copied)
+                entry.reads_table = False
             table = self._table(entry, work)
             # The slot's last slice may still be on its way out of staging.
             runtime.stream_wait_event(self._work, entry.copied)
@@ -120,6 +125,21 @@ class CudaCopier:
             self._runtime.event_record(entry.copied, self._copy)
             entry.loaded = None
             return _digests(self._digester, loaded.table, staged)
+
+    def complete_copy(self, slot: int, target: SliceWork) -> None:
+        """See `Copier`."""
+        with translated():
+            entry = self._slots[slot]
+            loaded = self._await_sums(entry)
+            source, staged = entry.memory.sums
+            if not np.array_equal(source, staged):
+                raise SourceDiffers(_first_difference(loaded.table, source, staged))
+            # Same chunks, other rows: the table takes no more room, and nothing reads the old one any more.
+            again = self._load(entry, target, slice_table(target, target.pool.layout), self._work)
+            self._kernels.scatter(again, self._work)
+            self._runtime.event_record(entry.copied, self._work)
+            entry.reads_table = True
+            entry.loaded = None
 
     def begin_restore(self, slot: int, work: SliceWork) -> None:
         """See `Copier`."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ipc.messages import CudaIpcPool, Stage
 from shm.gpu_runtime import ANY_DIRECTION, HOST_TO_DEVICE, GpuError, GpuRuntime, GpuUnavailable
-from shm.layout import LayoutError, check_layout
+from shm.layout import LayoutError, RowGroup, check_layout
 from workers.compiler import CompilerUnavailable
 from workers.cuda_copier import LOCK_STEP_BYTES, CudaCopier
 from workers.cuda_memory import Counts, DeviceMemory, translated
@@ -180,11 +180,13 @@ class CudaDevice:
             check_layout(stage.layout, wanted.pool_bytes)
         except LayoutError as exc:
             raise PoolRefused("bad_layout", str(exc)) from exc
-        layout = stage.layout
-        rows = layout.chunk_tokens // layout.tokens_per_row
-        state_bytes = layout.state.slot_bytes if layout.state is not None else 0
-        if rows > _SLICE_ROWS or max(rows * layout.row_bytes, state_bytes) > MAX_CHUNK_BYTES:
-            raise PoolRefused("bad_layout", f"a chunk has {rows} rows of {layout.row_bytes} bytes: too large for a GPU")
+        for number, group in enumerate(stage.layout.all_groups):
+            rows = max(1, stage.layout.chunk_tokens // group.tokens_per_row) if isinstance(group, RowGroup) else 1
+            if rows > _SLICE_ROWS or rows * group.row_bytes > MAX_CHUNK_BYTES:
+                raise PoolRefused(
+                    "bad_layout",
+                    f"a chunk of group {number} has {rows} rows of {group.row_bytes} bytes: too large for a GPU",
+                )
         if wanted.offset_bytes < 0 or wanted.offset_bytes + wanted.pool_bytes > wanted.allocation_bytes:
             raise PoolRefused("bad_layout", f"the pool does not lie in its allocation: {wanted.allocation_bytes} bytes")
 

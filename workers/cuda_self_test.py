@@ -4,16 +4,15 @@ from typing import Final
 
 import numpy as np
 
-from shm.extent import ChunkPlace
 from shm.gpu_runtime import DEVICE_TO_HOST, GpuRuntime
-from shm.layout import Plane, StageLayout, StatePlane
+from shm.layout import Plane, RowGroup, StageLayout, StateGroup
 from shm.rows import pack_rows
 from workers.cuda_memory import Counts, DeviceMemory, PinnedMemory, SlotMemory
 from workers.cuda_pool import CudaPool, PoolMemory
 from workers.device import DeviceFailure, SliceWork
 from workers.digest import MLH, SUMS, Bytes, Digester
 from workers.gpu_kernels import LoadedSlice, SliceKernels
-from workers.jobs import capture_chunks
+from workers.jobs import copy_chunks
 from workers.pieces import PoolView
 from workers.rowmap import RowMap
 from workers.slice_table import slice_table
@@ -61,7 +60,11 @@ def _layout(token_bytes: int) -> StageLayout:
         Plane(row_bytes * _BLOCKS, row_bytes, 2 * row_bytes, _BLOCKS, _BLOCK_TOKENS, token_bytes),
     )
     end = -(-planes[-1].end_bytes // 16) * 16
-    return StageLayout(planes, StatePlane(end, 4 * token_bytes, 8 * token_bytes, 2), 16)
+    states = (
+        Plane(end, 3 * token_bytes, 8 * token_bytes, 2),
+        Plane(end + 4 * token_bytes, token_bytes, 8 * token_bytes, 2),
+    )
+    return StageLayout((RowGroup(planes),), (StateGroup(states),), 16)
 
 
 class _Trial:
@@ -80,10 +83,9 @@ class _Trial:
         layout = pool.layout
         source = np.random.default_rng(layout.end_bytes).integers(0, 256, pool.size_bytes, dtype=np.uint8)
         pool.write(0, source.tobytes())
-        spans = layout.chunks(_TOKENS, with_state=True)
-        places = [ChunkPlace(span.length_bytes, ()) for span in spans]
-        chunks = capture_chunks(layout, _TOKENS, places, with_state=True)
-        work = SliceWork(pool, RowMap.parse(pack_rows(_RUNS), layout.rows, 8), tuple(chunks), 1)
+        chunks = copy_chunks(layout, _TOKENS, (_TOKENS,))
+        rows = (RowMap.parse(pack_rows(_RUNS), _BLOCKS, 8), RowMap.parse(pack_rows(((1, 1),)), 2, 1))
+        work = SliceWork(pool, rows, tuple(chunks))
         table = slice_table(work, layout)
         loaded = LoadedSlice.of(pool, slot, table, self._stream)
         expected = _gathered(source, work)
@@ -114,7 +116,7 @@ class _Trial:
         view = PoolView(destroyed, pool.layout)
         for chunk, data in zip(work.chunks, expected, strict=True):
             at = 0
-            for piece in view.pieces(chunk, work.rows, work.state_slot):
+            for piece in view.pieces(chunk, work.rows):
                 piece.scatter(data[at : at + piece.size_bytes])
                 at += piece.size_bytes
         if not np.array_equal(after, destroyed):
@@ -136,7 +138,7 @@ def _gathered(source: Bytes, work: SliceWork) -> list[Bytes]:
     for chunk in work.chunks:
         out = np.empty(chunk.span.length_bytes, np.uint8)
         at = 0
-        for piece in view.pieces(chunk, work.rows, work.state_slot):
+        for piece in view.pieces(chunk, work.rows):
             piece.gather(out[at : at + piece.size_bytes])
             at += piece.size_bytes
         found.append(out)

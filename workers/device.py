@@ -92,12 +92,11 @@ class DevicePool(Protocol):
 
 
 class SliceWork(NamedTuple):
-    """Consecutive chunks of one job. `state_slot` is the slot of the state chunk, -1 without one."""
+    """Consecutive chunks of one job; `rows` has one entry a group of the pool's layout."""
 
     pool: DevicePool
-    rows: RowMap
+    rows: tuple[RowMap, ...]
     chunks: tuple[ChunkWork, ...]
-    state_slot: int
 
 
 class CopyTimes(NamedTuple):
@@ -137,6 +136,15 @@ class Copier(Protocol):
         Raises:
             SourceDiffers: the source changed.
             DeviceFailure: the device failed.
+        """
+        ...
+
+    def complete_copy(self, slot: int, target: SliceWork) -> None:
+        """Prove what `begin_capture` began and write it to other rows: `target` has the same chunks and pool.
+
+        Raises:
+            SourceDiffers: the source changed; nothing of the slice was written.
+            DeviceFailure: the device failed; the slice's target rows are undefined.
         """
         ...
 

@@ -138,6 +138,11 @@ class FaultyCopier:
         self._strike()
         return self._inner.complete_capture(slot)
 
+    def complete_copy(self, slot: int, target: SliceWork) -> None:
+        """See `Copier`."""
+        self._strike()
+        self._inner.complete_copy(slot, _bare(target))
+
     def begin_restore(self, slot: int, work: SliceWork) -> None:
         """See `Copier`."""
         self._inner.begin_restore(slot, self._begin(work))
@@ -190,11 +195,10 @@ class FaultyCopier:
 
 def first_byte(work: SliceWork) -> int:
     """Offset in the pool of the first byte that a slice reads."""
-    chunk, layout = work.chunks[0], work.pool.layout
-    if chunk.span.is_state and layout.state is not None:
-        return layout.state.offset_bytes + work.state_slot * layout.state.slot_stride_bytes
-    row = int(work.rows.index(chunk.span.first_row, chunk.span.first_row + 1)[0])
-    return layout.planes[0].offset_bytes + row * layout.planes[0].row_stride_bytes
+    span = work.chunks[0].span
+    plane = work.pool.layout.all_groups[span.group].planes[0]
+    row = int(work.rows[span.group].index(span.first_row, span.first_row + 1)[0])
+    return plane.offset_bytes + row * plane.row_stride_bytes
 
 
 def _bare(work: SliceWork) -> SliceWork:

@@ -117,6 +117,9 @@ class JobRecord:
         return after
 
 
+_NO_PLACE: Final = ChunkPlace(0, ())
+
+
 class ChunkWork(NamedTuple):
     """One chunk of a job.
 
@@ -142,16 +145,14 @@ class SliceRange(NamedTuple):
 
 
 def capture_chunks(
-    layout: StageLayout, tokens: int, places: Sequence[ChunkPlace], *, with_state: bool
+    layout: StageLayout, tokens: int, positions: Sequence[int], places: Sequence[ChunkPlace]
 ) -> list[ChunkWork]:
     """The chunks of a capture in order.
 
     Raises:
         JobRefused: the places do not fit the layout, or the last block's tokens cannot be located.
     """
-    if tokens < 0 or layout.capturable_tokens(tokens) != tokens:
-        raise JobRefused("bad_tokens", f"{tokens} tokens end inside a block whose tokens cannot be located")
-    spans = layout.chunks(tokens, with_state=with_state)
+    spans = _spans(layout, tokens, positions)
     _check_places(spans, places)
     return [
         ChunkWork(number, span, place, *_live(layout, span, span.token_count))
@@ -159,27 +160,49 @@ def capture_chunks(
     ]
 
 
+def copy_chunks(layout: StageLayout, tokens: int, positions: Sequence[int]) -> list[ChunkWork]:
+    """The chunks of a copy from rows to rows in order; they have no place.
+
+    Raises:
+        JobRefused: the last block's tokens cannot be located.
+    """
+    return [
+        ChunkWork(number, span, _NO_PLACE, *_live(layout, span, span.token_count))
+        for number, span in enumerate(_spans(layout, tokens, positions))
+    ]
+
+
+def _spans(layout: StageLayout, tokens: int, positions: Sequence[int]) -> list[ChunkSpan]:
+    if tokens < 0 or layout.capturable_tokens(tokens) != tokens:
+        raise JobRefused("bad_tokens", f"{tokens} tokens end inside a block whose tokens cannot be located")
+    return layout.chunks(tokens, positions)
+
+
 def restore_chunks(
     layout: StageLayout,
     image_tokens: int,
     tokens: int,
+    positions: Sequence[int],
     places: Sequence[ChunkPlace],
     *,
     digests: bytes,
     algorithms: Sequence[str],
-    with_state: bool,
 ) -> list[ChunkWork]:
-    """The chunks that hold the first `tokens` tokens of an image of `image_tokens`, then its state.
+    """The chunks that hold the first `tokens` tokens of an image of `image_tokens`, then the states at that position.
+
+    A state chunk's row is the first one of its list: a restore names one slot, whichever checkpoint it is for.
 
     Raises:
-        JobRefused: places, digests or algorithms do not fit the layout, or the cut lies inside a block whose tokens
-            cannot be located.
+        JobRefused: places, digests or algorithms do not fit the layout, the cut lies inside a block whose tokens
+            cannot be located, a window has passed, or there is no checkpoint.
     """
     if not 0 <= tokens <= image_tokens:
         raise JobRefused("bad_tokens", f"{tokens} tokens of an image of {image_tokens}")
     if tokens < image_tokens and layout.capturable_tokens(tokens) != tokens:
         raise JobRefused("bad_tokens", f"{tokens} tokens end inside a block whose tokens cannot be located")
-    spans = layout.chunks(image_tokens, with_state=with_state)
+    if not layout.holds_prefix(tokens, image_tokens) or (positions and tokens not in positions):
+        raise JobRefused("no_checkpoint", f"the image of {image_tokens} tokens does not hold what {tokens} tokens need")
+    spans = layout.chunks(image_tokens, positions)
     _check_places(spans, places)
     if len(digests) != len(spans) * DIGEST_BYTES:
         raise JobRefused("bad_request", f"{len(digests)} digest bytes for {len(spans)} chunks")
@@ -188,11 +211,14 @@ def restore_chunks(
     works: list[ChunkWork] = []
     for number, (span, place) in enumerate(zip(spans, places, strict=True)):
         wanted = min(span.token_count, tokens - span.first_token)
-        if not span.is_state and wanted <= 0:
+        if span.first_token != tokens if span.is_state else wanted <= 0:
             continue
         digest = digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         algorithm = algorithms[number] if len(algorithms) > 1 else algorithms[0]
-        works.append(ChunkWork(number, span, place, *_live(layout, span, wanted), digest, algorithm))
+        live = _live(layout, span, wanted)
+        works.append(
+            ChunkWork(number, span._replace(first_row=0) if span.is_state else span, place, *live, digest, algorithm)
+        )
     return works
 
 
@@ -210,12 +236,17 @@ def _live(layout: StageLayout, span: ChunkSpan, tokens: int) -> tuple[int, int]:
     """Rows and tail tokens (see `ChunkWork`) of the first `tokens` tokens of a chunk."""
     if span.is_state:
         return 1, 0
-    return layout.rows_for(tokens), tokens % layout.tokens_per_row
+    tokens_per_row = layout.groups[span.group].tokens_per_row
+    return -(-tokens // tokens_per_row), tokens % tokens_per_row
 
 
-def rows_needed(chunks: Sequence[ChunkWork]) -> int:
-    """How many rows of its row list a job touches."""
-    return max((c.span.first_row + c.live_rows for c in chunks if not c.span.is_state), default=0)
+def rows_needed(chunks: Sequence[ChunkWork], groups: int) -> list[int]:
+    """How many rows of each group's list a job touches."""
+    needed = [0] * groups
+    for chunk in chunks:
+        group = chunk.span.group
+        needed[group] = max(needed[group], chunk.span.first_row + chunk.live_rows)
+    return needed
 
 
 def plan_slices(chunks: Sequence[ChunkWork], slice_bytes: int, slice_rows: int) -> list[SliceRange]:

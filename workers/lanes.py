@@ -1,19 +1,22 @@
 """Lanes: one direction of a device each, running one copy job at a time, slice by slice.
 
 A capture slice is digested at its source, copied, and digested again before it counts. A restore slice is copied to
-private staging and verified whole before any byte of it reaches a row. While one slice is copied the next one has
-begun (see `workers.device`), so a job has at most two slices under way.
+private staging and verified whole before any byte of it reaches a row. A copy from rows to rows is both: digested at
+its source and in staging, then written. While one slice is copied the next one has begun (see `workers.device`), so a
+job has at most two slices under way.
 """
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
-from ipc.messages import CaptureJob, JobDone, JobFailed, RestoreJob
+from ipc.messages import CaptureJob, CopyJob, JobDone, JobFailed, RestoreJob
 from shm.extent import unpack_places
+from shm.layout import StageLayout
+from shm.rows import unpack_numbers
 from workers.device import (
     ChunkDamaged,
     Copier,
@@ -29,6 +32,7 @@ from workers.jobs import (
     JobRefused,
     SliceRange,
     capture_chunks,
+    copy_chunks,
     plan_slices,
     restore_chunks,
     rows_needed,
@@ -39,21 +43,23 @@ _log: Final = logging.getLogger(__name__)
 
 
 class PlannedJob(NamedTuple):
-    """A checked job, ready to run. `moved_bytes` is what it will move."""
+    """A checked job, ready to run. `moved_bytes` is what it will move. `written` are the rows of each group that it
+    writes, if any; of a copy they are others than `rows`, which it reads.
+    """
 
     job: int
     lane: LaneKind
     pool: DevicePool
-    rows: RowMap
+    rows: tuple[RowMap, ...]
+    written: tuple[RowMap, ...]
     chunks: tuple[ChunkWork, ...]
     slices: tuple[SliceRange, ...]
-    state_slot: int
     moved_bytes: int
 
-    def slice_work(self, number: int) -> SliceWork:
-        """What the device is told about one slice."""
+    def slice_work(self, number: int, *, written: bool = False) -> SliceWork:
+        """What the device is told about one slice; with `written` about where it goes."""
         first, count = self.slices[number]
-        return SliceWork(self.pool, self.rows, self.chunks[first : first + count], self.state_slot)
+        return SliceWork(self.pool, self.written if written else self.rows, self.chunks[first : first + count])
 
 
 class JobHooks(NamedTuple):
@@ -69,38 +75,52 @@ class _Stopped(Exception):
     """The job was cancelled between two slices."""
 
 
-def plan_job(device: Device, pool: DevicePool, message: CaptureJob | RestoreJob) -> PlannedJob:
+def plan_job(device: Device, pool: DevicePool, message: CaptureJob | RestoreJob | CopyJob) -> PlannedJob:
     """Check a job against the pool's layout and cut it into slices.
 
     Raises:
         JobRefused: the job does not fit the pool.
     """
     layout = pool.layout
-    with_state = message.state_slot >= 0
-    if with_state and (layout.state is None or message.state_slot >= layout.state.slots):
-        raise JobRefused("bad_state", f"the stage has no state in slot {message.state_slot}")
     try:
-        places = unpack_places(message.places)
+        positions = unpack_numbers(message.positions)
+        places = () if isinstance(message, CopyJob) else unpack_places(message.places)
     except ValueError as exc:
         raise JobRefused("bad_request", str(exc)) from exc
     if isinstance(message, CaptureJob):
-        lane = LaneKind.CAPTURE
-        chunks = capture_chunks(layout, message.tokens, places, with_state=with_state)
+        chunks = capture_chunks(layout, message.tokens, positions, places)
+    elif isinstance(message, CopyJob):
+        chunks = copy_chunks(layout, message.tokens, positions)
     else:
-        lane = LaneKind.RESTORE
         chunks = restore_chunks(
             layout,
             message.image_tokens,
             message.tokens,
+            positions,
             places,
             digests=message.digests,
             algorithms=message.algorithms,
-            with_state=with_state,
         )
-    rows = RowMap.parse(message.rows, layout.rows, rows_needed(chunks))
+    rows = _row_maps(layout, message.rows, chunks)
+    written: tuple[RowMap, ...] = ()
+    lane = LaneKind.CAPTURE
+    if isinstance(message, CopyJob):
+        written = _row_maps(layout, message.target_rows, chunks)
+    elif isinstance(message, RestoreJob):
+        written, lane = rows, LaneKind.RESTORE
     slices = plan_slices(chunks, device.slice_bytes, device.slice_rows)
     moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
-    return PlannedJob(message.job, lane, pool, rows, tuple(chunks), tuple(slices), message.state_slot, moved_bytes)
+    return PlannedJob(message.job, lane, pool, rows, written, tuple(chunks), tuple(slices), moved_bytes)
+
+
+def _row_maps(layout: StageLayout, packed: Sequence[bytes], chunks: Sequence[ChunkWork]) -> tuple[RowMap, ...]:
+    groups = layout.all_groups
+    if len(packed) != len(groups):
+        raise JobRefused("bad_rows", f"rows of {len(packed)} groups were given, the stage has {len(groups)}")
+    needed = rows_needed(chunks, len(groups))
+    return tuple(
+        RowMap.parse(rows, group.rows, count) for rows, group, count in zip(packed, groups, needed, strict=True)
+    )
 
 
 class Lane:
@@ -122,7 +142,7 @@ class Lane:
     def _carry_out(self, run: "_Run", plan: PlannedJob) -> JobDone | JobFailed:
         before = self._copier.times
         try:
-            digests = run.capture() if self.kind is LaneKind.CAPTURE else run.restore()
+            digests = run.carry_out()
         except _Stopped:
             return run.failed("cancelled", "cancelled between two slices")
         except JobRefused as exc:
@@ -149,7 +169,7 @@ class Lane:
 
 
 class _Run:
-    """One job on its way. `scattered` counts the slices whose rows may have been written."""
+    """One job on its way. `scattered` counts the slices that may have been written to rows."""
 
     def __init__(self, copier: Copier, plan: PlannedJob, hooks: JobHooks) -> None:
         self._copier = copier
@@ -157,6 +177,12 @@ class _Run:
         self._hooks = hooks
         self._scattered = 0
         self._moved_bytes = 0
+
+    def carry_out(self) -> list[bytes]:
+        """Do the job; the digests of all chunks where it makes any."""
+        if self._plan.lane is LaneKind.RESTORE:
+            return self.restore()
+        return self.copy() if self._plan.written else self.capture()
 
     def capture(self) -> list[bytes]:
         """Capture every slice; the digests of all chunks."""
@@ -175,6 +201,23 @@ class _Run:
             self._hooks.source_free()
         copier.drain()
         return digests
+
+    def copy(self) -> list[bytes]:
+        """Copy every slice from rows to rows."""
+        plan, copier = self._plan, self._copier
+        count = len(plan.slices)
+        for number in range(count):
+            self._between_slices()
+            if number == 0:
+                copier.begin_capture(0, plan.slice_work(0))
+            if number + 1 < count:
+                copier.begin_capture((number + 1) % 2, plan.slice_work(number + 1))
+            # Counted before it is written, as in a restore; a slice that was found changed is counted for nothing.
+            self._scattered = number + 1
+            copier.complete_copy(number % 2, plan.slice_work(number, written=True))
+            self._count(number)
+        copier.drain()
+        return []
 
     def restore(self) -> list[bytes]:
         """Restore every slice."""
@@ -203,32 +246,30 @@ class _Run:
         self._moved_bytes += sum(chunk.span.length_bytes for chunk in self._plan.chunks[first : first + count])
 
     def failed(self, code: str, message: str, *, chunk: int = -1, sticky: bool = False) -> JobFailed:
-        """The report of a failure, with every row that a restore may have written."""
+        """The report of a failure, with every row that may have been written."""
         plan = self._plan
-        written = plan.chunks[: sum(count for _, count in plan.slices[: self._scattered])]
+        chunks = plan.chunks[: sum(count for _, count in plan.slices[: self._scattered])]
+        needed = rows_needed(chunks, len(plan.written))
         return JobFailed(
             plan.job,
             code,
             message,
             chunk=chunk,
-            rows_undefined=plan.rows.packed_prefix(rows_needed(written)),
-            state_undefined=any(work.span.is_state for work in written),
+            rows_undefined=_packed(plan.written, needed),
             sticky=sticky,
             moved_bytes=self._moved_bytes,
         )
 
     def failed_whole(self, code: str, message: str, *, sticky: bool = False) -> JobFailed:
-        """The report where our own account of what was written cannot be trusted: all that a restore was to write is
+        """The report where our own account of what was written cannot be trusted: all that the job was to write is
         undefined.
         """
         plan = self._plan
-        restores = plan.lane is LaneKind.RESTORE
         return JobFailed(
             plan.job,
             code,
             message,
-            rows_undefined=plan.rows.packed_prefix(plan.rows.count) if restores else b"",
-            state_undefined=restores and plan.state_slot >= 0,
+            rows_undefined=_packed(plan.written, [rows.count for rows in plan.written]),
             sticky=sticky,
             moved_bytes=self._moved_bytes,
         )
@@ -248,3 +289,9 @@ class _Run:
                 return msgspec.structs.replace(report, message=f"{report.message}; {text}", sticky=True)
             return self.failed_whole("device_error", text, sticky=True)
         return report
+
+
+def _packed(rows: Sequence[RowMap], counts: Sequence[int]) -> tuple[bytes, ...]:
+    """The first rows of each group's list, or nothing where no group has any."""
+    packed = tuple(group.packed_prefix(count) for group, count in zip(rows, counts, strict=True))
+    return packed if any(packed) else ()

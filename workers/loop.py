@@ -20,6 +20,7 @@ from ipc.messages import (
     Census,
     ClosePool,
     Command,
+    CopyJob,
     MakeShuttle,
     OpenPool,
     PoolClosed,
@@ -145,7 +146,7 @@ class Worker:
 
     def _handle(self, command: Command) -> None:
         match command:
-            case CaptureJob() | RestoreJob():
+            case CaptureJob() | RestoreJob() | CopyJob():
                 self._desk.start(command)
             case CancelJob():
                 self._desk.cancel(command.job)

@@ -8,13 +8,13 @@ rows allow it, so that what was just read is still in the processor's cache when
 A *gap* is bytes of the chunk that belong to no live row: zeros in a capture, skipped in a restore.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shm.layout import Plane, StageLayout, StatePlane
+from shm.layout import Plane, StageLayout
 from workers.digest import Bytes
 from workers.jobs import ChunkWork
 from workers.rowmap import Index, RowMap
@@ -118,13 +118,9 @@ class GapPiece:
 class PlaneView:
     """One plane of a mapped pool as arrays. `memory` is the whole pool."""
 
-    def __init__(self, memory: Bytes, plane: Plane | StatePlane) -> None:
-        if isinstance(plane, StatePlane):
-            rows, row_bytes, stride = plane.slots, plane.slot_bytes, plane.slot_stride_bytes
-            self.token_stride_bytes = 0
-        else:
-            rows, row_bytes, stride = plane.rows, plane.row_bytes, plane.row_stride_bytes
-            self.token_stride_bytes = plane.token_stride_bytes
+    def __init__(self, memory: Bytes, plane: Plane) -> None:
+        rows, row_bytes, stride = plane.rows, plane.row_bytes, plane.row_stride_bytes
+        self.token_stride_bytes = plane.token_stride_bytes
         self.row_bytes = row_bytes
         start = plane.offset_bytes
         whole = memory[start : plane.end_bytes]
@@ -193,22 +189,18 @@ class PoolView:
     """All planes of a mapped pool."""
 
     def __init__(self, memory: Bytes, layout: StageLayout) -> None:
-        self._planes = [PlaneView(memory, plane) for plane in layout.planes]
-        self._state = PlaneView(memory, layout.state) if layout.state is not None else None
+        self._groups = [[PlaneView(memory, plane) for plane in group.planes] for group in layout.all_groups]
 
-    def pieces(self, chunk: ChunkWork, rows: RowMap, state_slot: int) -> Iterator[Piece]:
+    def pieces(self, chunk: ChunkWork, rows_by_group: Sequence[RowMap]) -> Iterator[Piece]:
         """The chunk's bytes in gathered order."""
         span = chunk.span
-        if span.is_state:
-            if self._state is not None:
-                yield from self._state.run(state_slot, 1)
-            return
+        rows = rows_by_group[span.group]
         whole = chunk.live_rows - (1 if chunk.tail_tokens else 0)
         start, end = span.first_row, span.first_row + whole
         runs = rows.runs_between(start, end, max(1, whole // _ROWS_A_RUN))
         index = rows.index(start, end) if runs is None else None
         tail_row = int(rows.index(end, end + 1)[0]) if chunk.tail_tokens else -1
-        for plane in self._planes:
+        for plane in self._groups[span.group]:
             if index is not None:
                 yield from plane.indexed(index)
             else:

@@ -1,5 +1,6 @@
 """The tables that tell the GPU kernels about a slice (see `workers.kernel_source`), built with numpy."""
 
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -55,18 +56,15 @@ class SliceTable(NamedTuple):
 
 
 def plane_table(layout: StageLayout, base: int) -> npt.NDArray[np.void]:
-    """The planes of a pool at device address `base`; the state's plane, where there is one, is the last."""
-    count = len(layout.planes) + (1 if layout.state is not None else 0)
-    table = np.zeros(count, PLANE)
-    prefix = 0
-    for number, plane in enumerate(layout.planes):
-        token_bytes = plane.token_stride_bytes or plane.row_bytes
-        table[number] = (base + plane.offset_bytes, plane.row_stride_bytes, prefix, plane.row_bytes, token_bytes)
-        prefix += plane.row_bytes
-    if layout.state is not None:
-        state = layout.state
-        table[-1] = (base + state.offset_bytes, state.slot_stride_bytes, 0, state.slot_bytes, state.slot_bytes)
-    return table
+    """The planes of a pool at device address `base`, group after group."""
+    entries: list[tuple[int, int, int, int, int]] = []
+    for group in layout.all_groups:
+        prefix = 0
+        for plane in group.planes:
+            token_bytes = plane.token_stride_bytes or plane.row_bytes
+            entries.append((base + plane.offset_bytes, plane.row_stride_bytes, prefix, plane.row_bytes, token_bytes))
+            prefix += plane.row_bytes
+    return np.array(entries, PLANE)
 
 
 def vector_width(planes: npt.NDArray[np.void]) -> int:
@@ -81,24 +79,21 @@ def slice_table(work: SliceWork, layout: StageLayout) -> SliceTable:
     staged: list[StagedChunk] = []
     row_parts: list[npt.NDArray[np.uint32]] = []
     rows_so_far = tiles = blocks = staging = 0
+    first_planes = list(accumulate((len(group.planes) for group in layout.all_groups), initial=0))
     for number, chunk in enumerate(work.chunks):
         span = chunk.span
         length = span.length_bytes
-        if span.is_state:
-            part = np.array([work.state_slot], np.uint32)
-            first_plane, plane_count, row_count = len(layout.planes), 1, 1
-        else:
-            part = work.rows.index(span.first_row, span.first_row + chunk.live_rows)
-            first_plane, plane_count, row_count = 0, len(layout.planes), span.row_count
+        part = work.rows[span.group].index(span.first_row, span.first_row + chunk.live_rows)
+        first_plane = first_planes[span.group]
         chunks[number] = (
             staging,
             length,
             rows_so_far,
-            row_count,
+            span.row_count,
             chunk.live_rows,
             chunk.tail_tokens,
             first_plane,
-            plane_count,
+            first_planes[span.group + 1] - first_plane,
             tiles,
             blocks,
         )

@@ -79,16 +79,12 @@ class TorchKernels:
     def _planes(self, loaded: LoadedSlice, chunk: StagedChunk) -> list[tuple[torch.Tensor, int]]:
         """Each plane as (rows, row_bytes) bytes, with its bytes a token."""
         pool = self._bytes(loaded.pool, loaded.pool_bytes)
-        state = loaded.layout.state
-        if chunk.work.span.is_state and state is not None:
-            shape, strides = (state.slots, state.slot_bytes), (state.slot_stride_bytes, 1)
-            return [(pool.as_strided(shape, strides, state.offset_bytes), state.slot_bytes)]
         return [
             (
                 pool.as_strided((plane.rows, plane.row_bytes), (plane.row_stride_bytes, 1), plane.offset_bytes),
                 plane.token_stride_bytes or plane.row_bytes,
             )
-            for plane in loaded.layout.planes
+            for plane in loaded.layout.all_groups[chunk.work.span.group].planes
         ]
 
     def _index(self, loaded: LoadedSlice, chunk: StagedChunk, number: int) -> torch.Tensor:
@@ -101,7 +97,7 @@ class TorchKernels:
         index = self._index(loaded, chunk, number)
         out = torch.zeros(work.span.length_bytes, dtype=torch.uint8, device=self._device)
         at = 0
-        row_count = 1 if work.span.is_state else work.span.row_count
+        row_count = work.span.row_count
         for plane, token_bytes in self._planes(loaded, chunk):
             size = row_count * plane.shape[1]
             part = out[at : at + size].view(row_count, plane.shape[1])
@@ -116,7 +112,7 @@ class TorchKernels:
         index = self._index(loaded, chunk, number)
         staged = self._staged(loaded, chunk)
         at = 0
-        row_count = 1 if work.span.is_state else work.span.row_count
+        row_count = work.span.row_count
         whole = work.live_rows - (1 if work.tail_tokens else 0)
         for plane, token_bytes in self._planes(loaded, chunk):
             size = row_count * plane.shape[1]

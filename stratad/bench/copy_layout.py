@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from shm.layout import Plane, StageLayout
+from shm.layout import Plane, StageLayout, one_group
 from shm.rows import RowRuns, runs_of
 
 # A layer's K or V of a model with 8 K/V heads of 64 in bf16: small pieces are what makes this hard.
@@ -49,4 +49,6 @@ def copy_shape(layout: str, stage_bytes: int, chunk_tokens: int) -> CopyShape:
         rows = runs_of(order)
     else:
         raise ValueError(f"layout must be slot or paged, got {layout!r}")
-    return CopyShape(StageLayout(planes, None, chunk_tokens), rows, tokens, tokens * PLANES * TOKEN_BYTES)
+    return CopyShape(
+        StageLayout(one_group(planes), chunk_tokens=chunk_tokens), rows, tokens, tokens * PLANES * TOKEN_BYTES
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from shm.layout import Plane, StageLayout
+from shm.layout import Plane, StageLayout, one_group
 from stratad.client import Client, Engine
 from stratad.pools import CpuPool, StagePool
 
@@ -45,8 +45,7 @@ class CpuEngine:
             StratadError: no memory, or the daemon refuses.
         """
         layout = StageLayout(
-            planes=(Plane(0, row_bytes, row_bytes, slots * tokens),),
-            state=None,
+            groups=one_group([Plane(0, row_bytes, row_bytes, slots * tokens)]),
             chunk_tokens=client.welcome.chunk_tokens,
         )
         pools: list[CpuPool] = []

@@ -292,7 +292,7 @@ def _start(chosen: argparse.Namespace) -> tuple[LanguageEngine, Ready]:
         gpu_uuid=_gpu_uuid(device),
         layers=int(model.config.num_hidden_layers),
         vocabulary=int(model.config.vocab_size),
-        token_bytes=layout_for(observe_layers(model), 1).row_bytes,
+        token_bytes=layout_for(observe_layers(model), 1).groups[0].row_bytes,
         stages=list(parker.stage_devices) if parker is not None else [],
         hardware=_hardware(model.device),
         threads=torch.get_num_threads(),

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ipc.messages import TOKEN_BYTES
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for
 from shm.layout import ChunkSpan
 from stratad.core.arena import Arena
@@ -21,13 +22,15 @@ from stratad.core.prefixes import PrefixIndex
 
 
 class ChunkKey(NamedTuple):
-    """What makes two chunks the same bytes. `worker` is part of it: an arena is mapped by one worker only."""
+    """What makes two chunks the same bytes. `worker` is part of it: an arena is mapped by one worker only. A state's
+    chunk has no tokens.
+    """
 
     namespace: str
     fingerprint: str
     worker: str
     stage: int
-    is_state: bool
+    group: int
     token_count: int
     length_bytes: int
     algorithm: str
@@ -61,13 +64,19 @@ class Scope(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Image:
-    """One published conversation. `stages[s]` lists the chunks of stage s in order; the state chunk is last."""
+    """One published conversation, or a transit image (see `Catalog.transits`), whose `tokens` are empty.
+
+    `stages[s]` lists the chunks of stage s in order (see `StageLayout.chunks`), of `token_count` tokens and the states
+    at `positions`. It can be restored to any number of tokens (`points` None), or to these only.
+    """
 
     image_id: int
     scope: Scope
     conversation: str
     tokens: bytes
-    state_position: int
+    token_count: int
+    positions: tuple[int, ...]
+    points: tuple[int, ...] | None
     stages: tuple[tuple[Chunk, ...], ...]
     created_unix_s: float
     used_unix_s: float
@@ -89,13 +98,16 @@ class Image:
 
 
 class Draft(NamedTuple):
-    """What a capture is to become: an image of `conversation` with these chunks, `spans[s]` on stage s."""
+    """What a capture is to become: an image (see there) of `conversation` with the chunks `spans[s]` on stage s."""
 
     scope: Scope
     conversation: str
     tokens: bytes
-    state_position: int
+    token_count: int
+    positions: tuple[int, ...]
+    points: tuple[int, ...] | None
     spans: tuple[tuple[ChunkSpan, ...], ...]
+    transit: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -118,18 +130,24 @@ class StageDigests:
 
 @dataclass(slots=True)
 class Catalog:
-    """All images under one byte budget and one image budget; least recently used images make room."""
+    """All images under one byte budget and one image budget; least recently used images make room.
+
+    `transits` are images on their way from slot to slot: they belong to an engine, which drops them. Nobody finds them,
+    and they are never evicted.
+    """
 
     budget_bytes: int
     budget_images: int
     next_image_id: int = 1
     arenas: dict[str, Arena] = field(default_factory=dict)
     images: dict[int, Image] = field(default_factory=dict)
+    transits: dict[int, Image] = field(default_factory=dict)
     chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)
     evictions: int = 0
     _by_name: dict[tuple[str, str], OrderedDict[str, Image]] = field(default_factory=dict)
     _recency: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    _prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    _prefixes: PrefixIndex = field(default_factory=PrefixIndex)  # of images that can be restored to any length
+    _points: PrefixIndex = field(default_factory=PrefixIndex)  # and where the others can be
     _loose: set[Chunk] = field(default_factory=set)
     _staged: dict[int, Staged] = field(default_factory=dict)
 
@@ -172,7 +190,7 @@ class Catalog:
                 )
         if total_bytes > self.budget_bytes:
             raise Refusal("too_large", f"the image needs {total_bytes} bytes, the budget is {self.budget_bytes}")
-        superseded = self.find(draft.scope.namespace, draft.scope.fingerprint, draft.conversation)
+        superseded = self._previous(draft)
         for image in self._victims(need, total_bytes, keep=superseded):
             self.evictions += 1
             self.drop(image)
@@ -195,7 +213,9 @@ class Catalog:
         """
         short = {w: n - self.arenas[w].free_granules for w, n in need.items() if n > self.arenas[w].free_granules}
         over_bytes = self.used_bytes + total_bytes - self.budget_bytes
-        over_images = len(self.images) + len(self._staged) + (0 if keep else 1) - self.budget_images
+        over_images = (
+            len(self.images) + len(self.transits) + len(self._staged) + (0 if keep else 1) - self.budget_images
+        )
         victims: list[Image] = []
         dying: dict[Chunk, int] = {}
         recency = iter(self._recency)
@@ -247,7 +267,7 @@ class Catalog:
                     scope.fingerprint,
                     worker,
                     stage,
-                    span.is_state,
+                    span.group,
                     span.token_count,
                     span.length_bytes,
                     answer.algorithm,
@@ -268,21 +288,44 @@ class Catalog:
             scope,
             draft.conversation,
             draft.tokens,
-            draft.state_position,
+            draft.token_count,
+            draft.positions,
+            draft.points,
             tuple(stages),
             created_unix_s=now_unix_s,
             used_unix_s=now_unix_s,
         )
         self.next_image_id += 1
-        previous = self.find(scope.namespace, scope.fingerprint, draft.conversation)
+        if draft.transit:
+            self.transits[image.image_id] = image
+            return image, new_bytes, None
+        previous = self._previous(draft)
         if previous is not None:
             image.pinned = previous.pinned
             self.drop(previous)
         self.images[image.image_id] = image
         self._recency[image.image_id] = None
         self._by_name.setdefault((scope.namespace, draft.conversation), OrderedDict())[scope.fingerprint] = image
-        self._prefixes.add(scope, image.tokens, image.image_id)
+        self._index(image)
         return image, new_bytes, previous
+
+    def _previous(self, draft: Draft) -> Image | None:
+        """The image that this one will supersede."""
+        if draft.transit:
+            return None
+        return self.find(draft.scope.namespace, draft.scope.fingerprint, draft.conversation)
+
+    def _index(self, image: Image) -> None:
+        if image.points is None:
+            self._prefixes.add(image.scope, image.tokens, image.image_id)
+        for point in image.points or ():
+            self._points.add(image.scope, image.tokens[: point * TOKEN_BYTES], image.image_id)
+
+    def _unindex(self, image: Image) -> None:
+        if image.points is None:
+            self._prefixes.remove(image.scope, image.tokens, image.image_id)
+        for point in image.points or ():
+            self._points.remove(image.scope, image.tokens[: point * TOKEN_BYTES], image.image_id)
 
     def discard(self, staged: Staged) -> None:
         """Give a staged image's extents back. The caller vouches that no worker may still write them."""
@@ -307,14 +350,15 @@ class Catalog:
         """The images of a conversation under every fingerprint, latest last."""
         return tuple(self._by_name.get((namespace, conversation), OrderedDict()).values())
 
-    def lookup(self, scope: Scope, tokens: bytes, *, whole: bool) -> tuple[Image, int] | None:
-        """The image that shares most leading tokens with `tokens`, and how many; with `whole` (stages with state) only
-        images that are a prefix as a whole. Damaged images are not found.
+    def lookup(self, scope: Scope, tokens: bytes) -> tuple[Image, int] | None:
+        """The image that can be restored to most leading tokens of `tokens`, and how many those are. Damaged images are
+        not found.
         """
-        found = self._prefixes.longest_whole(scope, tokens) if whole else self._prefixes.longest_common(scope, tokens)
-        if found is None:
-            return None
-        return self.images[found[0]], found[1]
+        found = self._prefixes.longest_common(scope, tokens)
+        point = self._points.longest_whole(scope, tokens)
+        if found is None or (point is not None and point[1] > found[1]):
+            found = point
+        return None if found is None else (self.images[found[0]], found[1])
 
     def touch(self, image: Image, now_unix_s: float) -> None:
         """Note a use."""
@@ -351,7 +395,15 @@ class Catalog:
         if not names:
             del self._by_name[image.scope.namespace, image.conversation]
         if not image.damaged:
-            self._prefixes.remove(image.scope, image.tokens, image.image_id)
+            self._unindex(image)
+        self._let_go(image)
+
+    def drop_transit(self, image: Image) -> None:
+        """Remove a transit image; its extents are free as soon as no operation reads them."""
+        del self.transits[image.image_id]
+        self._let_go(image)
+
+    def _let_go(self, image: Image) -> None:
         for chunk in image.chunks():
             chunk.references -= 1
             assert chunk.references >= 0
@@ -377,12 +429,12 @@ class Catalog:
         chunk.damaged = True
         if self.chunks.get(chunk.key) is chunk:
             del self.chunks[chunk.key]
-        flagged = [
-            image for image in self.images.values() if not image.damaged and any(c is chunk for c in image.chunks())
-        ]
+        every = (*self.images.values(), *self.transits.values())
+        flagged = [image for image in every if not image.damaged and any(c is chunk for c in image.chunks())]
         for image in flagged:
             image.damaged = True
-            self._prefixes.remove(image.scope, image.tokens, image.image_id)
+            if image.image_id in self.images:
+                self._unindex(image)
         return flagged
 
     def exclusive_bytes(self, image: Image) -> int:
@@ -399,7 +451,7 @@ class Catalog:
         and reads are what the images say; the indexes hold exactly what they should.
         """
         references: dict[Chunk, int] = {}
-        for image in self.images.values():
+        for image in (*self.images.values(), *self.transits.values()):
             for chunk in image.chunks():
                 references[chunk] = references.get(chunk, 0) + 1
         for chunk, count in references.items():
@@ -420,7 +472,9 @@ class Catalog:
             arena.validate(live[worker])
         assert set(self._recency) == set(self.images)
         assert sum(len(names) for names in self._by_name.values()) == len(self.images)
-        assert len(self._prefixes) == sum(1 for image in self.images.values() if not image.damaged)
+        found = [image for image in self.images.values() if not image.damaged]
+        assert len(self._prefixes) == sum(image.points is None for image in found)
+        assert len(self._points) == sum(len(image.points or ()) for image in found)
         assert self.used_bytes <= self.budget_bytes
 
 

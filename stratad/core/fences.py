@@ -2,18 +2,19 @@
 
 from dataclasses import dataclass
 
-from shm.rows import DistinctRows, overlap
+from shm.layout import StageLayout
+from shm.row_spaces import SpaceRows, shared_row
 from stratad.core.failures import Refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Rows and the state slot (-1: none) that one stage of an operation uses."""
+    """Rows and slots that one stage of an operation uses."""
 
     op_id: int
-    rows: DistinctRows
-    state_slot: int
+    rows: SpaceRows
     writes: bool
+    layout: StageLayout
 
 
 class RowFences:
@@ -31,10 +32,7 @@ class RowFences:
         for other in self._fences.get((engine_id, stage), ()):
             if not (fence.writes or other.writes):
                 continue
-            row = overlap(fence.rows.ascending, other.rows.ascending)
-            what = f"row {row}" if row is not None else ""
-            if not what and fence.state_slot >= 0 and fence.state_slot == other.state_slot:
-                what = f"the state of slot {fence.state_slot}"
+            what = shared_row(fence.layout, fence.rows, other.rows)
             if what:
                 verb = "written" if other.writes else "read"
                 raise Refusal("rows_busy", f"{what} is still {verb} by operation {other.op_id}", stage=stage)

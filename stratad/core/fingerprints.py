@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from ipc.messages import FINGERPRINT_REQUIRED
-from shm.layout import StageLayout
+from shm.layout import RowGroup, StageLayout, StateGroup
 from stratad.core.failures import Refusal
 
 UNRESOLVED = frozenset({"", "auto", "none", "default", "unknown"})
@@ -35,20 +35,38 @@ def check_fingerprint(fields: Mapping[str, str]) -> None:
 
 
 def complete_fingerprint(fields: Mapping[str, str], layouts: Sequence[StageLayout]) -> dict[str, str]:
-    """The engine's fields and those that the daemon reads off the layouts: stages, block size, chunk size, planes and
-    state of every stage. Offsets, strides and row counts are left out: they may differ between two pools that hold the
-    same bytes.
+    """The engine's fields and those that the daemon reads off the layouts: stages, chunk size, and of every stage its
+    groups, their block sizes and windows, and their planes. Offsets, strides and row counts are left out: they may
+    differ between two pools that hold the same bytes.
     """
     complete = dict(fields)
     complete["layout.stages"] = str(len(layouts))
     complete["layout.chunk_tokens"] = ",".join(str(layout.chunk_tokens) for layout in layouts)
-    complete["layout.tokens_per_row"] = ",".join(str(layout.tokens_per_row) for layout in layouts)
     for number, layout in enumerate(layouts):
-        shape = ";".join(f"{p.row_bytes}/{p.tokens_per_row}/{p.token_stride_bytes}" for p in layout.planes)
-        digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
-        complete[f"layout.planes.{number}"] = f"{len(layout.planes)} planes, {layout.row_bytes} bytes a row, {digest}"
-        complete[f"layout.state.{number}"] = "none" if layout.state is None else f"{layout.state.slot_bytes} bytes"
+        complete[f"layout.groups.{number}"] = _described([_described_rows(group) for group in layout.groups])
+        complete[f"layout.states.{number}"] = _described(
+            [f"{len(group.planes)} planes, {group.row_bytes} bytes, {_shape(group)}" for group in layout.states]
+        )
     return complete
+
+
+def _described(groups: Sequence[str]) -> str:
+    """Groups in words; many are digested, since a field has a limit."""
+    text = "; ".join(groups) or "none"
+    return (
+        text if len(text) <= TEXT_LIMIT else f"{len(groups)} groups, {hashlib.blake2b(text.encode()).hexdigest()[:32]}"
+    )
+
+
+def _described_rows(group: RowGroup) -> str:
+    window = f", window {group.window_tokens}" if group.window_tokens else ""
+    rows = f"{group.row_bytes} bytes a row of {group.tokens_per_row} tokens"
+    return f"{len(group.planes)} planes, {rows}{window}, {_shape(group)}"
+
+
+def _shape(group: RowGroup | StateGroup) -> str:
+    shape = ";".join(f"{p.row_bytes}/{p.tokens_per_row}/{p.token_stride_bytes}" for p in group.planes)
+    return hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
 
 
 def fingerprint_id(complete: Mapping[str, str]) -> str:

@@ -1,18 +1,26 @@
 """From a request to an operation: everything that can be refused before anything is touched."""
 
-from ipc.messages import TOKEN_BYTES, Capture, CudaIpcPool, Restore
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ipc.messages import TOKEN_BYTES, Capture, CudaIpcPool, Restore, SlotDirect, SlotFrom, SlotTo
 from shm.layout import ChunkSpan, StageLayout
-from shm.rows import RUN_BYTES, DistinctRows, RowRuns, first_rows, pack_rows, row_count, unpack_rows
+from shm.row_spaces import SpaceRows, distinct_rows, shared_row
+from shm.rows import ROW_LIMIT, unpack_numbers
 from stratad.core.catalog import Image
 from stratad.core.failures import Refusal
 from stratad.core.fences import Fence
 from stratad.core.fingerprints import differing_fields
 from stratad.core.ops import Operation, OpKind, StageRun
+from stratad.core.row_lists import CutRows, Need, RowCutter, unpack_stages
 from stratad.core.state import ClientRecord, Engine, State
 
 NAME_LIMIT = 512
 # Of one image over all stages: what a reply may list, and what the loop handles in a fraction of a second.
 CHUNK_LIMIT = 32_768
+# Each is a prefix of its own in the index.
+CHECKPOINT_LIMIT = 64
 
 
 def check_name(what: str, name: str) -> None:
@@ -37,30 +45,6 @@ def engine_of(state: State, client: ClientRecord, engine_id: int) -> Engine:
     return engine
 
 
-def _runs_by_stage(engine: Engine, request: Capture | Restore, tokens: int, *, exact: bool) -> list[RowRuns]:
-    """Unpack and check the rows of a request, one entry a stage; stages that share rows share the entry.
-
-    Without `exact` there may be more rows than `tokens` tokens take: the first ones are used.
-    """
-    rows, stages = request.rows, engine.stages
-    if len(rows) not in (1, len(stages)):
-        raise Refusal("bad_rows", f"rows must be given once or once for each of {len(stages)} stages, got {len(rows)}")
-    if request.slot < 0:
-        raise Refusal("bad_value", f"slot must be >= 0, got {request.slot}")
-    _check_order(engine, request.ordered)
-    checked: dict[tuple[int, int, int], RowRuns] = {}
-    runs_by_stage: list[RowRuns] = []
-    for number, stage in enumerate(stages):
-        layout = stage.stage.layout
-        needed = layout.rows_for(tokens)
-        which = min(number, len(rows) - 1)
-        runs = checked.get((which, needed, layout.rows))
-        if runs is None:
-            runs = checked[which, needed, layout.rows] = _checked_runs(rows[which], needed, layout, number, exact=exact)
-        runs_by_stage.append(runs)
-    return runs_by_stage
-
-
 def _check_order(engine: Engine, ordered: str) -> None:
     if ordered not in ("host", "event"):
         raise Refusal(
@@ -75,107 +59,180 @@ def _check_order(engine: Engine, ordered: str) -> None:
                 )
 
 
-def _checked_runs(packed: bytes, needed: int, layout: StageLayout, stage: int, *, exact: bool) -> RowRuns:
-    if exact and len(packed) > RUN_BYTES * needed:  # before anything is built: every run has at least one row
-        raise Refusal("bad_rows", f"{needed} rows are needed, got {len(packed) // RUN_BYTES} runs", stage=stage)
+def _spans_by_stage(
+    layouts: Sequence[StageLayout], tokens: int, positions: Sequence[int]
+) -> list[tuple[ChunkSpan, ...]]:
+    """The chunks of an image on every stage.
+
+    Raises:
+        Refusal: ``too_large``.
+    """
+    count = sum(layout.chunk_count(tokens, len(positions)) for layout in layouts)
+    if count > CHUNK_LIMIT:
+        raise Refusal("too_large", f"{tokens} tokens on {len(layouts)} stages are {count} chunks, over {CHUNK_LIMIT}")
+    known: dict[int, tuple[ChunkSpan, ...]] = {}  # by identity: to hash a layout is to hash all its planes
+    for layout in layouts:
+        if id(layout) not in known:
+            known[id(layout)] = tuple(layout.chunks(tokens, positions))
+    return [known[id(layout)] for layout in layouts]
+
+
+def _positions(engine: Engine, packed: bytes, tokens: int) -> tuple[int, ...]:
+    """The checkpoints of an image of `tokens` tokens.
+
+    Raises:
+        Refusal: ``bad_state``.
+    """
     try:
-        runs = unpack_rows(packed, layout.rows)
+        positions = unpack_numbers(packed)
     except ValueError as exc:
-        raise Refusal("bad_rows", str(exc), stage=stage) from exc
-    got = row_count(runs)
-    if got != needed and (exact or got < needed):
+        raise Refusal("bad_state", str(exc)) from exc
+    if not engine.has_state:
+        if positions:
+            raise Refusal("bad_state", f"checkpoints at {positions[:4]}, but no stage has states")
+    elif not positions or len(positions) > CHECKPOINT_LIMIT:
         raise Refusal(
-            "bad_rows",
-            f"the tokens take {needed} rows of {layout.tokens_per_row} tokens, got {got} rows",
-            stage=stage,
+            "bad_state", f"stages have states: 1 to {CHECKPOINT_LIMIT} checkpoints needed, got {len(positions)}"
         )
-    return runs
+    ascending = all(one < other for one, other in pairwise(positions))
+    if positions and not (ascending and positions[0] > 0 and positions[-1] <= tokens):
+        raise Refusal("bad_state", f"checkpoints must ascend from 1 to {tokens} tokens, got {positions[:8]}")
+    return positions
 
 
-def _state_slot(layout: StageLayout, slot: int, stage: int) -> int:
-    """The slot's number where the stage has state, else -1."""
-    if layout.state is None:
-        return -1
-    if slot >= layout.state.slots:
-        raise Refusal("bad_value", f"slot {slot} has no state, the stage has {layout.state.slots} slots", stage=stage)
-    return slot
+def _points(layouts: Sequence[StageLayout], tokens: int, positions: tuple[int, ...]) -> tuple[int, ...] | None:
+    """To which numbers of tokens an image can be restored; None: to any."""
+    if positions:
+        return tuple(p for p in positions if all(layout.holds_prefix(p, tokens) for layout in layouts))
+    return None if all(layout.holds_prefix(1, tokens) for layout in layouts) else (tokens,)
 
 
-def _stage_runs(
-    engine: Engine, runs_by_stage: list[RowRuns], tokens: int, image_tokens: int, *, with_state: bool, slot: int
+def _run_stages(
+    engine: Engine, cuts: Sequence[CutRows], spans: Sequence[tuple[ChunkSpan, ...]]
 ) -> tuple[StageRun, ...]:
-    """One `StageRun` a stage: rows cut to `tokens`, chunks of all `image_tokens`."""
-    if sum(layout_chunks(stage.stage.layout, image_tokens) for stage in engine.stages) > CHUNK_LIMIT:
+    return tuple(
+        StageRun(number, stage.worker, cuts[number], spans[number]) for number, stage in enumerate(engine.stages)
+    )
+
+
+def _check_slot(engine: Engine, slot: int) -> None:
+    if slot < 0:
+        raise Refusal("bad_value", f"slot must be >= 0, got {slot}")
+    if engine.marks.get(slot) == "poisoned":
+        raise Refusal("poisoned", f"slot {slot} is marked poisoned")
+
+
+class _Source(NamedTuple):
+    """What a request wants read: `tokens` of the tokens it names."""
+
+    tokens: int
+    positions: tuple[int, ...]
+    cuts: list[CutRows]
+    spans: list[tuple[ChunkSpan, ...]]
+
+
+def _source(engine: Engine, request: Capture | SlotTo | SlotDirect, asked: int) -> _Source:
+    """Check the rows that a request reads.
+
+    Raises:
+        Refusal: names what was wrong and what was expected.
+    """
+    layouts = engine.layouts
+    if isinstance(request, Capture):
+        positions = _positions(engine, request.positions, asked)
+    else:
+        positions = (asked,) if engine.has_state else ()
+    runs = unpack_stages(layouts, request.rows, Need(asked, len(positions)))
+    _check_order(engine, request.ordered)
+    _check_slot(engine, request.slot)
+    tokens = asked // engine.token_unit * engine.token_unit
+    if tokens == 0:
+        raise Refusal("bad_tokens", f"{asked} tokens fill no block, and the planes do not say where tokens lie")
+    if tokens < asked and (positions or any(group.window_tokens for layout in layouts for group in layout.groups)):
         raise Refusal(
-            "too_large", f"{image_tokens} tokens on {len(engine.stages)} stages are over {CHUNK_LIMIT} chunks"
+            "bad_tokens", f"with states or windows, tokens must be a multiple of {engine.token_unit}, got {asked}"
         )
-    # By identity: to hash a layout or a list of runs is to hash all that is in it.
-    spans_of: dict[int, tuple[ChunkSpan, ...]] = {}
-    cut_of: dict[tuple[int, int], tuple[RowRuns, bytes]] = {}
-    stages: list[StageRun] = []
-    for number, (engine_stage, runs) in enumerate(zip(engine.stages, runs_by_stage, strict=True)):
-        layout = engine_stage.stage.layout
-        rows = layout.rows_for(tokens)
-        cut = cut_of.get((id(runs), rows))
-        if cut is None:
-            kept = first_rows(runs, rows)
-            cut = cut_of[id(runs), rows] = (kept, pack_rows(kept))
-        spans = spans_of.get(id(layout))
-        if spans is None:
-            spans = spans_of[id(layout)] = tuple(layout.chunks(image_tokens, with_state=with_state))
-        state_slot = _state_slot(layout, slot, number) if with_state else -1
-        stages.append(StageRun(number, engine_stage.worker, cut[1], cut[0], spans, state_slot))
-    return tuple(stages)
+    cutter = RowCutter(tokens, len(positions))
+    cuts = [cutter.cut(layout, run) for layout, run in zip(layouts, runs, strict=True)]
+    return _Source(tokens, positions, cuts, _spans_by_stage(layouts, tokens, positions))
 
 
-def layout_chunks(layout: StageLayout, tokens: int) -> int:
-    """Number of row chunks of `tokens` tokens."""
-    return -(-tokens // layout.chunk_tokens)
-
-
-def capture_operation(state: State, client: ClientRecord, request: Capture) -> Operation:
-    """Check a capture.
+def operation_of(
+    state: State, client: ClientRecord, request: Capture | Restore | SlotDirect | SlotTo | SlotFrom
+) -> Operation:
+    """The checked operation that a request asks for.
 
     Raises:
         Refusal: names what was wrong and what was expected.
     """
     engine = engine_of(state, client, request.engine_id)
+    match request:
+        case Capture():
+            return _capture(state, engine, request)
+        case Restore():
+            return _restore_image(state, engine, request)
+        case SlotDirect():
+            return _slot_direct(state, engine, request)
+        case SlotTo():
+            source = _source(engine, request, _counted(request.tokens))
+            return _operation(state, engine, request, OpKind.SLOT_TO, source)
+        case SlotFrom():
+            return _slot_from(state, engine, request)
+
+
+def _capture(state: State, engine: Engine, request: Capture) -> Operation:
     check_name("conversation", request.conversation)
     if not request.tokens or len(request.tokens) % TOKEN_BYTES:
         raise Refusal("bad_tokens", f"tokens must be packed u32 and not empty, got {len(request.tokens)} bytes")
-    asked = len(request.tokens) // TOKEN_BYTES
-    runs_by_stage = _runs_by_stage(engine, request, asked, exact=True)
-    if engine.marks.get(request.slot) == "poisoned":
-        raise Refusal("poisoned", f"slot {request.slot} is marked poisoned")
-    tokens = min(stage.stage.layout.capturable_tokens(asked) for stage in engine.stages)
-    if tokens == 0:
-        raise Refusal("bad_tokens", f"{asked} tokens fill no block, and the planes do not say where tokens lie")
-    with_state = engine.has_state
-    if with_state and (request.state_position != asked or tokens != asked):
-        raise Refusal(
-            "bad_state",
-            f"the state is at token {request.state_position}, the rows end at token {tokens}: they must agree",
-        )
-    if not with_state and request.state_position != -1:
-        raise Refusal("bad_state", f"state_position {request.state_position}, but no stage has state")
-    stages = _stage_runs(engine, runs_by_stage, tokens, tokens, with_state=with_state, slot=request.slot)
+    source = _source(engine, request, len(request.tokens) // TOKEN_BYTES)
+    op = _operation(state, engine, request, OpKind.CAPTURE, source)
+    op.conversation = request.conversation
+    op.tokens = request.tokens[: source.tokens * TOKEN_BYTES]
+    return op
+
+
+def _slot_direct(state: State, engine: Engine, request: SlotDirect) -> Operation:
+    if request.target_slot < 0:
+        raise Refusal("bad_value", f"target_slot must be >= 0, got {request.target_slot}")
+    source = _source(engine, request, _counted(request.tokens))
+    need = Need(source.tokens, len(source.positions), exact=False)
+    cutter = RowCutter(source.tokens, len(source.positions))
+    runs = unpack_stages(engine.layouts, request.target_rows, need)
+    targets = [cutter.cut(layout, run) for layout, run in zip(engine.layouts, runs, strict=True)]
+    op = _operation(state, engine, request, OpKind.SLOT_DIRECT, source)
+    for run, target in zip(op.stages, targets, strict=True):
+        run.target = target
+    op.source_slot, op.slot = request.slot, request.target_slot
+    return op
+
+
+def _counted(tokens: int) -> int:
+    if not 0 < tokens < ROW_LIMIT:
+        raise Refusal("bad_tokens", f"tokens must be 1 to {ROW_LIMIT - 1}, got {tokens}")
+    return tokens
+
+
+def _operation(
+    state: State, engine: Engine, request: Capture | SlotTo | SlotDirect, kind: OpKind, source: _Source
+) -> Operation:
+    """An operation that reads rows."""
     return Operation(
         state.number("op"),
-        OpKind.CAPTURE,
-        client.client,
+        kind,
+        engine.client,
         request.seq,
         engine.engine_id,
         engine.scope,
-        request.conversation,
+        "",
         request.slot,
-        tokens,
+        source.tokens,
         request.ordered,
         state.now_s,
         state.now_s + request.deadline_s,
-        stages,
-        tokens=request.tokens[: tokens * TOKEN_BYTES],
-        state_position=request.state_position,
-        image_tokens=tokens,
+        _run_stages(engine, source.cuts, source.spans),
+        positions=source.positions,
+        points=_points(engine.layouts, source.tokens, source.positions),
+        image_tokens=source.tokens,
     )
 
 
@@ -217,35 +274,50 @@ def find_image(state: State, engine: Engine, request: Restore) -> Image:
     return image
 
 
-def restore_operation(state: State, client: ClientRecord, request: Restore) -> Operation:
-    """Check a restore or take.
-
-    Raises:
-        Refusal: names what was wrong and what was expected.
-    """
-    engine = engine_of(state, client, request.engine_id)
+def _restore_image(state: State, engine: Engine, request: Restore) -> Operation:
     if not request.image_id:
         check_name("conversation", request.conversation)
     image = find_image(state, engine, request)
-    image_tokens = len(image.tokens) // TOKEN_BYTES
-    tokens = image_tokens if request.tokens == -1 else request.tokens
-    if not 0 < tokens <= image_tokens:
-        raise Refusal(
-            "bad_tokens", f"tokens must be 1 to {image_tokens} (the image's) or -1 (all), got {request.tokens}"
-        )
-    with_state = engine.has_state
-    if with_state and tokens != image.state_position:
-        raise Refusal("bad_state", f"the image's state is at token {image.state_position}, asked for {tokens} tokens")
     if request.take and image.pinned:
         raise Refusal("pinned", f"image {image.image_id} is pinned: it can be restored but not taken")
     if request.take and image.taken:
         raise Refusal("image_busy", f"image {image.image_id} is being taken by another call")
-    runs_by_stage = _runs_by_stage(engine, request, tokens, exact=request.tokens != -1)
-    stages = _stage_runs(engine, runs_by_stage, tokens, image_tokens, with_state=with_state, slot=request.slot)
+    op = _restore(state, engine, request, image, request.tokens)
+    if request.take:
+        op.kind = OpKind.TAKE
+    return op
+
+
+def _slot_from(state: State, engine: Engine, request: SlotFrom) -> Operation:
+    image = engine.transits.get(request.source_slot)
+    if image is None:
+        raise Refusal("unknown_image", f"slot {request.source_slot} has no transit image: slot_to makes one")
+    if image.damaged:
+        raise Refusal("damaged", f"the transit image of slot {request.source_slot} lost a digest")
+    op = _restore(state, engine, request, image, -1)
+    op.kind, op.keep, op.source_slot = OpKind.SLOT_FROM, request.keep, request.source_slot
+    return op
+
+
+def _restore(state: State, engine: Engine, request: Restore | SlotFrom, image: Image, asked: int) -> Operation:
+    """An operation that writes rows from an image: the first `asked` tokens (-1: all).
+
+    Raises:
+        Refusal: names what was wrong and what was expected.
+    """
+    layouts, tokens = engine.layouts, image.token_count if asked == -1 else asked
+    _check_prefix(engine, image, tokens)
+    if request.slot < 0:
+        raise Refusal("bad_value", f"slot must be >= 0, got {request.slot}")
+    _check_order(engine, request.ordered)
+    runs = unpack_stages(layouts, request.rows, Need(tokens, 1, exact=asked != -1))
+    cutter = RowCutter(tokens, 1)
+    cuts = [cutter.cut(layout, run) for layout, run in zip(layouts, runs, strict=True)]
+    spans = _spans_by_stage(layouts, image.token_count, image.positions)
     return Operation(
         state.number("op"),
-        OpKind.TAKE if request.take else OpKind.RESTORE,
-        client.client,
+        OpKind.RESTORE,
+        engine.client,
         request.seq,
         engine.engine_id,
         engine.scope,
@@ -255,10 +327,35 @@ def restore_operation(state: State, client: ClientRecord, request: Restore) -> O
         request.ordered,
         state.now_s,
         state.now_s + request.deadline_s,
-        stages,
+        _run_stages(engine, cuts, spans),
         image=image,
-        image_tokens=image_tokens,
+        positions=image.positions,
+        image_tokens=image.token_count,
     )
+
+
+def _check_prefix(engine: Engine, image: Image, tokens: int) -> None:
+    """Refuse a number of tokens to which the image cannot be restored.
+
+    Raises:
+        Refusal: ``bad_tokens`` or ``no_checkpoint``, naming the numbers that could be had.
+    """
+    if not 0 < tokens <= image.token_count:
+        raise Refusal("bad_tokens", f"tokens must be 1 to {image.token_count} (the image's) or -1 (all), got {tokens}")
+    if tokens < image.token_count and tokens % engine.token_unit:
+        raise Refusal(
+            "bad_tokens", f"{tokens} tokens end inside a block: planes that cannot locate tokens hold whole blocks"
+        )
+    if image.points is not None and tokens not in image.points:
+        had = ", ".join(map(str, image.points[:16])) or "none"
+        passed = tokens in image.positions or not image.positions
+        why = "a window has passed what it needs" if passed else "its states were taken at other positions"
+        detail = {"points": ",".join(map(str, image.points))}
+        raise Refusal(
+            "no_checkpoint",
+            f"the image of {image.token_count} tokens cannot be restored to {tokens}: {why} (it can to: {had})",
+            detail=detail,
+        )
 
 
 def raise_fences(state: State, op: Operation) -> None:
@@ -267,18 +364,38 @@ def raise_fences(state: State, op: Operation) -> None:
     Raises:
         Refusal: ``bad_rows`` (a row occurs twice) or ``rows_busy``.
     """
-    fences: list[Fence] = []
-    distinct: dict[int, DistinctRows] = {}  # by identity: stages that share rows share the check
-    for run in op.stages:
-        rows = distinct.get(id(run.runs))
-        if rows is None:
+    known = _KnownRows()
+    fences: list[tuple[int, Fence]] = []
+    for run, layout in zip(op.stages, state.engines[op.engine_id].layouts, strict=True):
+        written = op.written(run)
+        mine: list[Fence] = []
+        if op.reads_rows:
+            mine.append(Fence(op.op_id, known.distinct(layout, run.rows, run.stage), writes=False, layout=layout))
+        if written is not None:
+            mine.append(Fence(op.op_id, known.distinct(layout, written, run.stage), writes=True, layout=layout))
+        if len(mine) == 2:
+            what = shared_row(layout, mine[0].rows, mine[1].rows)
+            if what:
+                raise Refusal("bad_rows", f"{what} is both source and target of the copy", stage=run.stage)
+        for fence in mine:
+            state.fences.check(op.engine_id, run.stage, fence)
+            fences.append((run.stage, fence))
+    for stage, fence in fences:
+        state.fences.raise_fence(op.engine_id, stage, fence)
+        op.fenced.add(stage)
+
+
+class _KnownRows:
+    """Rows that were proven distinct; stages that share rows share the proof."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[tuple[int, ...], ...], int], SpaceRows] = {}
+
+    def distinct(self, layout: StageLayout, rows: CutRows, stage: int) -> SpaceRows:
+        key = (layout.spaces, id(rows))  # the rows by identity: to hash them is to look at each
+        if key not in self._known:
             try:
-                rows = distinct[id(run.runs)] = DistinctRows(run.runs)
+                self._known[key] = distinct_rows(layout, rows.runs)
             except ValueError as exc:
-                raise Refusal("bad_rows", str(exc), stage=run.stage) from exc
-        fence = Fence(op.op_id, rows, run.state_slot, op.writes_rows)
-        state.fences.check(op.engine_id, run.stage, fence)
-        fences.append(fence)
-    for run, fence in zip(op.stages, fences, strict=True):
-        state.fences.raise_fence(op.engine_id, run.stage, fence)
-        op.fenced.add(run.stage)
+                raise Refusal("bad_rows", str(exc), stage=stage) from exc
+        return self._known[key]

@@ -1,10 +1,14 @@
 """Jobs: an operation's stages at the workers, from the first send to the end of the last one."""
 
+import msgspec
+
 from ipc.messages import (
     DIGEST_BYTES,
     CancelJob,
     Captured,
     CaptureJob,
+    Copied,
+    CopyJob,
     CudaIpcPool,
     Failed,
     JobDone,
@@ -16,7 +20,7 @@ from ipc.messages import (
     StageOutcome,
 )
 from shm.extent import pack_places
-from shm.rows import pack_rows
+from shm.rows import pack_numbers
 from stratad.core import arenas
 from stratad.core.catalog import StageDigests
 from stratad.core.effects import SendTo
@@ -55,31 +59,36 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     copy_s = settings.job_floor_s + worker.job_bytes / settings.link_floor_bytes_per_s
     run.deadline_s = state.now_s + event_wait_s + copy_s
     state.wake_by(run.deadline_s)
+    state.out.append(SendTo(worker.name, _command(op, run, pool, poll_event, event_wait_s)))
+
+
+def _command(
+    op: Operation, run: StageRun, pool: int, poll_event: bool, event_wait_s: float
+) -> CaptureJob | RestoreJob | CopyJob:
+    rows, positions = run.rows.packed, pack_numbers(op.positions)
+    if run.target is not None:
+        target = run.target.packed
+        return CopyJob(run.job, pool, rows, target, op.token_count, poll_event, positions, event_wait_s)
     places = pack_places(op.places(run))
-    if op.kind is OpKind.CAPTURE:
-        command: CaptureJob | RestoreJob = CaptureJob(
-            run.job, pool, run.packed_rows, op.token_count, places, poll_event, run.state_slot, event_wait_s
-        )
-    else:
-        assert op.image is not None
-        chunks = op.image.stages[run.stage]
-        algorithms = tuple(chunk.key.algorithm for chunk in chunks)
-        if len(set(algorithms)) == 1:
-            algorithms = algorithms[:1]
-        command = RestoreJob(
-            run.job,
-            pool,
-            run.packed_rows,
-            op.image_tokens,
-            op.token_count,
-            places,
-            b"".join(chunk.key.digest for chunk in chunks),
-            algorithms,
-            poll_event,
-            run.state_slot,
-            event_wait_s,
-        )
-    state.out.append(SendTo(worker.name, command))
+    if op.image is None:
+        return CaptureJob(run.job, pool, rows, op.token_count, places, poll_event, positions, event_wait_s)
+    chunks = op.image.stages[run.stage]
+    algorithms = tuple(chunk.key.algorithm for chunk in chunks)
+    if len(set(algorithms)) == 1:
+        algorithms = algorithms[:1]
+    return RestoreJob(
+        run.job,
+        pool,
+        rows,
+        op.image_tokens,
+        op.token_count,
+        places,
+        b"".join(chunk.key.digest for chunk in chunks),
+        algorithms,
+        poll_event,
+        positions,
+        event_wait_s,
+    )
 
 
 def cancel(state: State, op: Operation) -> None:
@@ -115,7 +124,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
         return
     op, stage = found
     run = op.stages[stage]
-    if op.kind is OpKind.CAPTURE:
+    if op.captures:
         count = len(run.spans)
         if len(report.digests) != count * DIGEST_BYTES or worker.ready is None:
             _fail_stage(
@@ -159,7 +168,6 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
         report.code,
         report.message,
         rows_undefined=report.rows_undefined,
-        state_undefined=report.state_undefined,
         moved_bytes=report.moved_bytes,
     )
 
@@ -172,16 +180,8 @@ def worker_gone(state: State, worker: Worker, code: str, message: str) -> None:
         assert found is not None
         op, stage = found
         run = op.stages[stage]
-        undefined = pack_rows(run.runs) if op.writes_rows else b""
-        _fail_stage(
-            state,
-            op,
-            run,
-            code,
-            message,
-            rows_undefined=undefined,
-            state_undefined=op.writes_rows and run.state_slot >= 0,
-        )
+        written = op.written(run)
+        _fail_stage(state, op, run, code, message, rows_undefined=written.packed if written is not None else ())
 
 
 def check_deadlines(state: State) -> None:
@@ -215,8 +215,7 @@ def _fail_stage(
     code: str,
     message: str,
     *,
-    rows_undefined: bytes = b"",
-    state_undefined: bool = False,
+    rows_undefined: tuple[bytes, ...] = (),
     moved_bytes: int = 0,
 ) -> None:
     run.advance("fail")
@@ -226,7 +225,6 @@ def _fail_stage(
         code,
         message,
         rows_undefined=rows_undefined,
-        state_undefined=state_undefined,
         moved_bytes=moved_bytes,
     )
     _lower(state, op, run.stage)
@@ -270,12 +268,23 @@ def _finish(state: State, op: Operation) -> None:
         fail(state, op, failed.code, failed.message, stage=failed.stage)
     elif any(run.state is StageState.UNTOUCHED for run in op.stages):
         fail(state, op, "cancelled", "the operation was cancelled")
-    elif op.kind is not OpKind.CAPTURE:
+    elif op.image is not None:
         _restored(state, op)
-    elif engine is not None and engine.marks.get(op.slot) == "poisoned":
-        fail(state, op, "poisoned", f"slot {op.slot} was marked poisoned during the capture")
-    else:
+    elif engine is not None and engine.marks.get(op.slot if op.captures else op.source_slot) == "poisoned":
+        _disown_written(op)
+        fail(state, op, "poisoned", "the slot was marked poisoned while it was read")
+    elif op.captures:
         _published(state, op)
+    else:
+        _copied(state, op)
+
+
+def _disown_written(op: Operation) -> None:
+    """What was written is of no use: a copy out of a slot whose own bytes are wrong."""
+    for run in op.stages:
+        written = op.written(run)
+        if written is not None and run.outcome is not None:
+            run.outcome = msgspec.structs.replace(run.outcome, rows_undefined=written.packed)
 
 
 def _published(state: State, op: Operation) -> None:
@@ -284,7 +293,13 @@ def _published(state: State, op: Operation) -> None:
     image, new_bytes, _ = state.catalog.publish(op.staged, [a for a in answers if a is not None], state.now_unix_s)
     op.staged = None
     op.advance("publish")
-    state.count("captures")
+    engine = state.engines[op.engine_id]
+    if op.kind is OpKind.SLOT_TO:
+        former = engine.transits.pop(op.slot, None)
+        if former is not None:
+            state.catalog.drop_transit(former)
+        engine.transits[op.slot] = image
+    state.count(f"{op.kind.value}s")
     state.count("new_bytes", new_bytes)
     image_bytes = sum(run.job_bytes for run in op.stages)
     state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))
@@ -303,9 +318,20 @@ def _restored(state: State, op: Operation) -> None:
         engine.takes.add(image.image_id)  # `taken` stays up until the client acknowledges or is gone
     elif op.kind is OpKind.TAKE:
         image.taken -= 1
-    state.count("takes" if op.kind is OpKind.TAKE else "restores")
+    elif op.kind is OpKind.SLOT_FROM and not op.keep and engine and engine.transits.get(op.source_slot) is image:
+        del engine.transits[op.source_slot]
+        state.catalog.drop_transit(image)
+    state.count(f"{op.kind.value}s")
     image_bytes = sum(run.job_bytes for run in op.stages)
     state.reply(op.client, Restored(op.seq, image.image_id, op.token_count, image_bytes, op.outcomes))
+    release(state, op)
+
+
+def _copied(state: State, op: Operation) -> None:
+    op.advance("copy")
+    state.count(f"{op.kind.value}s")
+    copied_bytes = sum(run.job_bytes for run in op.stages)
+    state.reply(op.client, Copied(op.seq, op.token_count, copied_bytes, op.outcomes))
     release(state, op)
 
 

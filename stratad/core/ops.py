@@ -2,8 +2,9 @@
 
 ::
 
-    WAITING --start--> COPYING --publish--> PUBLISHED      (capture)
-       |                  |-----restore---> RESTORED       (restore, take)
+    WAITING --start--> COPYING --publish--> PUBLISHED      (capture, slot_to)
+       |                  |-----restore---> RESTORED       (restore, take, slot_from)
+       |                  |-----copy------> COPIED         (slot_direct)
        '------fail--------'-----fail------> FAILED
 
     a stage:  PENDING --send--> SENT --free--> FREE --done--> DONE
@@ -20,19 +21,24 @@ from typing import Final
 from ipc.messages import StageOutcome
 from shm.extent import ChunkPlace
 from shm.layout import ChunkSpan
-from shm.rows import RowRuns
 from stratad.core.catalog import Chunk, Image, Scope, Staged, StageDigests
 from stratad.core.failures import InvalidTransition
+from stratad.core.row_lists import CutRows
 
 
 class OpKind(Enum):
-    """What an operation does."""
+    """What an operation does. The three slot copies move a conversation between rows of one engine: `SLOT_DIRECT` on
+    the devices, `SLOT_TO` and `SLOT_FROM` by way of a transit image in shuttles.
+    """
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash runs in Python on every table look-up
 
     CAPTURE = "capture"
     RESTORE = "restore"
     TAKE = "take"
+    SLOT_DIRECT = "slot_direct"
+    SLOT_TO = "slot_to"
+    SLOT_FROM = "slot_from"
 
 
 class OpState(Enum):
@@ -44,6 +50,7 @@ class OpState(Enum):
     COPYING = "copying"
     PUBLISHED = "published"
     RESTORED = "restored"
+    COPIED = "copied"
     FAILED = "failed"
 
 
@@ -62,9 +69,15 @@ class StageState(Enum):
 
 OP_MOVES: Final[dict[OpState, dict[str, OpState]]] = {
     OpState.WAITING: {"start": OpState.COPYING, "fail": OpState.FAILED},
-    OpState.COPYING: {"publish": OpState.PUBLISHED, "restore": OpState.RESTORED, "fail": OpState.FAILED},
+    OpState.COPYING: {
+        "publish": OpState.PUBLISHED,
+        "restore": OpState.RESTORED,
+        "copy": OpState.COPIED,
+        "fail": OpState.FAILED,
+    },
     OpState.PUBLISHED: {},
     OpState.RESTORED: {},
+    OpState.COPIED: {},
     OpState.FAILED: {},
 }
 
@@ -78,18 +91,22 @@ STAGE_MOVES: Final[dict[StageState, dict[str, StageState]]] = {
 }
 
 RUNNING: Final = frozenset({StageState.SENT, StageState.FREE})
+CAPTURING: Final = frozenset({OpKind.CAPTURE, OpKind.SLOT_TO})
+READING: Final = frozenset({OpKind.CAPTURE, OpKind.SLOT_TO, OpKind.SLOT_DIRECT})
+WRITING: Final = frozenset({OpKind.RESTORE, OpKind.TAKE, OpKind.SLOT_FROM, OpKind.SLOT_DIRECT})
 
 
 @dataclass(slots=True, eq=False)
 class StageRun:
-    """One stage of an operation. `packed_rows` and `runs` are in token order; `spans` are the chunks of the image."""
+    """One stage of an operation. `rows` are in token order, `spans` the chunks of the image. `target` are the rows
+    that a copy from rows to rows writes.
+    """
 
     stage: int
     worker: str
-    packed_rows: bytes
-    runs: RowRuns
+    rows: CutRows
     spans: tuple[ChunkSpan, ...]
-    state_slot: int
+    target: CutRows | None = None
     state: StageState = StageState.PENDING
     job: int = 0
     deadline_s: float = 0.0
@@ -111,7 +128,10 @@ class StageRun:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """A capture, restore or take. `deadline_s` is when the caller stops waiting (monotonic seconds)."""
+    """What a client asked to have copied. `deadline_s` is when the caller stops waiting (monotonic seconds).
+    `token_count` tokens of the image's `image_tokens` are copied; `positions` are those of its states, and `points` the
+    numbers of tokens to which it can be restored (see `Image`).
+    """
 
     op_id: int
     kind: OpKind
@@ -127,7 +147,10 @@ class Operation:
     deadline_s: float
     stages: tuple[StageRun, ...]
     tokens: bytes = b""
-    state_position: int = -1
+    positions: tuple[int, ...] = ()
+    points: tuple[int, ...] | None = None
+    keep: bool = False
+    source_slot: int = -1
     staged: Staged | None = None
     image: Image | None = None
     chunks: tuple[Chunk, ...] = ()
@@ -151,9 +174,23 @@ class Operation:
         self.state = state
 
     @property
+    def captures(self) -> bool:
+        """Whether it makes an image."""
+        return self.kind in CAPTURING
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it reads rows of a pool."""
+        return self.kind in READING
+
+    @property
     def writes_rows(self) -> bool:
-        """Whether it writes device rows (restore, take) or reads them (capture)."""
-        return self.kind is not OpKind.CAPTURE
+        """Whether it writes rows of a pool."""
+        return self.kind in WRITING
+
+    def written(self, run: StageRun) -> CutRows | None:
+        """The rows that a stage of it writes, if any."""
+        return run.target or (run.rows if self.writes_rows else None)
 
     @property
     def outcomes(self) -> tuple[StageOutcome, ...]:

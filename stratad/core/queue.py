@@ -83,8 +83,10 @@ def _obstacle(state: State, op: Operation, engine: Engine) -> str:
             return f"worker {worker.name}"
         if engine.stages[run.stage].state is not PoolState.OPEN:
             return f"pool of stage {run.stage}"
-    if op.kind is OpKind.CAPTURE:
+    if op.captures:
         return _space(state, op)
+    if op.image is None:
+        return ""
     for run in op.stages:
         worker = state.workers[run.worker]
         needed = {extent.shuttle for place in op.places(run) for extent in place.extents}
@@ -100,7 +102,16 @@ def _space(state: State, op: Operation) -> str:
     Raises:
         Refusal: ``no_space``, ``too_large``.
     """
-    draft = Draft(op.scope, op.conversation, op.tokens, op.state_position, tuple(run.spans for run in op.stages))
+    draft = Draft(
+        op.scope,
+        op.conversation,
+        op.tokens,
+        op.token_count,
+        op.positions,
+        op.points,
+        tuple(run.spans for run in op.stages),
+        transit=op.kind is OpKind.SLOT_TO,
+    )
     need = needed_granules(draft)
     for name in state.catalog.shortfall(need):
         worker = state.workers[name]

@@ -27,6 +27,7 @@ from stratad.core.state import ClientRecord, Engine, EngineStage, PoolState, Sta
 # As many descriptors as a lifeline keeps.
 STAGE_LIMIT = 64
 PLANE_LIMIT = 4096
+GROUP_LIMIT = 64
 KNOWN_FINGERPRINTS = 64
 
 
@@ -65,7 +66,6 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
         stages,
         request.seq,
         state.now_s + request.deadline_s,
-        has_state=any(stage.layout.state is not None for stage in request.stages),
     )
     _forget_fingerprints(state)
     state.fingerprint_fields[fingerprint] = fields
@@ -117,9 +117,12 @@ def _worker_for(state: State, stage: Stage) -> Worker:
             f"chunk_tokens must be the daemon's {state.settings.chunk_tokens}, got {stage.layout.chunk_tokens}",
             stage=stage.index,
         )
-    if len(stage.layout.planes) > PLANE_LIMIT:
+    planes, groups = len(stage.layout.planes), len(stage.layout.all_groups)
+    if planes > PLANE_LIMIT or groups > GROUP_LIMIT:
         raise Refusal(
-            "bad_layout", f"a stage has at most {PLANE_LIMIT} planes, got {len(stage.layout.planes)}", stage=stage.index
+            "bad_layout",
+            f"a stage has at most {PLANE_LIMIT} planes in {GROUP_LIMIT} groups, got {planes} in {groups}",
+            stage=stage.index,
         )
     try:
         check_layout(stage.layout, stage.pool.pool_bytes)
@@ -254,7 +257,7 @@ def close(state: State, engine: Engine, unregister_seq: int | None = None) -> No
             continue
         if op.state is OpState.WAITING:
             jobs.fail(state, op, "engine_gone", "the engine was closed")
-        elif op.kind is not OpKind.CAPTURE:
+        elif op.kind is not OpKind.CAPTURE:  # a transit image would end with the engine
             jobs.cancel(state, op)
     for image_id in engine.takes:
         image = state.catalog.images.get(image_id)
@@ -268,6 +271,9 @@ def _remove_if_idle(state: State, engine: Engine) -> None:
     """Once no operation is left, have the pools unmapped; once they are, the engine is no more."""
     if engine.ops:
         return
+    for image in engine.transits.values():
+        state.catalog.drop_transit(image)
+    engine.transits.clear()
     for stage in engine.stages:
         worker = state.workers[stage.worker]
         if stage.state in (PoolState.OPEN, PoolState.OPENING) and worker.can_serve:

@@ -23,6 +23,10 @@ from ipc.messages import (
     Request,
     Restore,
     Show,
+    SlotDirect,
+    SlotDrop,
+    SlotFrom,
+    SlotTo,
     Stats,
     TakeCensus,
     Unregister,
@@ -32,7 +36,7 @@ from stratad.core import jobs, queue, registration, views
 from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
-from stratad.core.intake import capture_operation, engine_of, restore_operation
+from stratad.core.intake import engine_of, operation_of
 from stratad.core.ops import OpState
 from stratad.core.state import ClientRecord, State, StatsRequest
 
@@ -49,10 +53,10 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         Refusal: it cannot be served; nothing was changed.
     """
     match request:
-        case Capture():
-            queue.submit(state, capture_operation(state, client, request))
-        case Restore():
-            queue.submit(state, restore_operation(state, client, request))
+        case Capture() | Restore() | SlotDirect() | SlotTo() | SlotFrom():
+            queue.submit(state, operation_of(state, client, request))
+        case SlotDrop():
+            _drop_transit(state, client, request)
         case Acknowledge():
             _acknowledge(state, client, request)
         case Release():
@@ -155,16 +159,17 @@ def _lookup(state: State, client: ClientRecord, request: Lookup) -> None:
     if len(request.tokens) % TOKEN_BYTES:
         raise Refusal("bad_tokens", f"tokens must be packed u32, got {len(request.tokens)} bytes")
     state.count("lookups")
-    found = state.catalog.lookup(engine.scope, request.tokens, whole=engine.has_state)
-    if found is None:
+    found = state.catalog.lookup(engine.scope, request.tokens)
+    tokens = 0
+    if found is not None:
+        image, tokens = found
+        if tokens < image.token_count:  # inside a block whose tokens cannot be located nothing can be restored
+            tokens = tokens // engine.token_unit * engine.token_unit
+    if found is None or tokens == 0:
         state.reply(client.client, Found(request.seq, "miss"))
         return
     state.count("hits")
-    image, tokens = found
-    state.reply(
-        client.client,
-        Found(request.seq, "hit", image.image_id, image.conversation, tokens, len(image.tokens) // TOKEN_BYTES),
-    )
+    state.reply(client.client, Found(request.seq, "hit", image.image_id, image.conversation, tokens, image.token_count))
 
 
 def _end_take(state: State, client: ClientRecord, request: Acknowledge | Release) -> Image | None:
@@ -193,6 +198,15 @@ def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> No
 def _give_back(state: State, client: ClientRecord, request: Release) -> None:
     image = _end_take(state, client, request)
     state.reply(client.client, Done(request.seq, int(image is not None)))
+    queue.pump(state)
+
+
+def _drop_transit(state: State, client: ClientRecord, request: SlotDrop) -> None:
+    image = engine_of(state, client, request.engine_id).transits.pop(request.slot, None)
+    if image is None:
+        raise Refusal("unknown_image", f"slot {request.slot} has no transit image")
+    state.catalog.drop_transit(image)
+    state.reply(client.client, Done(request.seq, 1))
     queue.pump(state)
 
 

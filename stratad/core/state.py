@@ -6,8 +6,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from ipc.messages import Reply, Stage, WorkerProcess, WorkerReady
+from shm.layout import StageLayout
 from stratad.core.arena import Arena
-from stratad.core.catalog import Catalog, Scope
+from stratad.core.catalog import Catalog, Image, Scope
 from stratad.core.effects import Effect, LogLine, ReplyTo
 from stratad.core.fences import RowFences
 from stratad.core.ops import Operation
@@ -138,14 +139,29 @@ class Engine:
     stages: tuple[EngineStage, ...]
     register_seq: int
     register_deadline_s: float
-    has_state: bool = False  # whether any stage carries per-slot state
     registered: bool = False
     closing: bool = False
     marks: dict[int, str] = field(default_factory=dict)
     ops: int = 0
     takes: set[int] = field(default_factory=set)
+    transits: dict[int, Image] = field(default_factory=dict)  # transit images by slot
     unmapping: set[int] = field(default_factory=set)  # pools whose worker has been told to close them
     unregister_seq: int | None = None  # request that waits for that
+
+    @property
+    def layouts(self) -> tuple[StageLayout, ...]:
+        """Layout of every stage."""
+        return tuple(stage.stage.layout for stage in self.stages)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any stage carries states."""
+        return any(stage.stage.layout.states for stage in self.stages)
+
+    @property
+    def token_unit(self) -> int:
+        """Images hold a multiple of so many tokens."""
+        return math.lcm(*(stage.stage.layout.token_unit for stage in self.stages))
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,6 @@
 """What the core shows of itself: answers to `Stats`, `ListImages` and `Show`."""
 
 from ipc.messages import (
-    TOKEN_BYTES,
     ChunkInfo,
     EngineInfo,
     ImageDetail,
@@ -23,7 +22,7 @@ def image_info(state: State, image: Image) -> ImageInfo:
         image.image_id,
         image.scope.namespace,
         image.conversation,
-        len(image.tokens) // TOKEN_BYTES,
+        image.token_count,
         len(image.stages),
         sum(chunk.place.length_bytes for chunk in chunks),
         sum(chunk.granule_bytes for chunk in chunks),
@@ -34,6 +33,7 @@ def image_info(state: State, image: Image) -> ImageInfo:
         image.created_unix_s,
         image.used_unix_s,
         image.restores,
+        image.positions,
     )
 
 
@@ -42,7 +42,8 @@ def image_detail(state: State, seq: int, image: Image) -> ImageDetail:
     chunks = tuple(
         ChunkInfo(
             stage,
-            chunk.key.is_state,
+            chunk.key.group,
+            chunk.key.token_count == 0,
             chunk.key.token_count,
             chunk.key.length_bytes,
             chunk.references,

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from shm.layout import Plane, StageLayout
+from shm.layout import Plane, StageLayout, one_group
 
 # Keeps every plane aligned for the widest vector loads of CPUs and GPUs.
 _ALIGN_BYTES: Final = 256
@@ -94,7 +94,7 @@ def layout_for(forms: Sequence[LayerForm], rows: int, chunk_tokens: int = CHUNK_
         row_bytes = form.kv_heads * dim * form.dtype.itemsize
         planes.append(Plane(offset_bytes, row_bytes, row_bytes, rows))
         offset_bytes += -(-rows * row_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    return StageLayout(planes=tuple(planes), state=None, chunk_tokens=chunk_tokens)
+    return StageLayout(groups=one_group(planes), chunk_tokens=chunk_tokens)
 
 
 def pool_bytes_for(layout: StageLayout) -> int:

@@ -50,7 +50,7 @@ class CacheParker:
         self.slots: Final = slots
         self.max_tokens: Final = max_tokens
         self.stage_devices: Final = tuple(stage.device for stage in stages)
-        self.token_bytes: Final = sum(layout_for(stage.forms, 1).row_bytes for stage in planes)
+        self.token_bytes: Final = sum(layout_for(stage.forms, 1).groups[0].row_bytes for stage in planes)
         self._engine: Final = engine
         self._planes: Final = tuple(planes)
         self._pools: Final = tuple(_cpu_pools(stages))

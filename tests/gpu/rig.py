@@ -146,7 +146,7 @@ class GpuRig:
     def places(self, layout: StageLayout, tokens: int, state_slot: int = -1) -> list[ChunkPlace]:
         """A place for every chunk, one extent each, filling the shuttles in order."""
         made: list[ChunkPlace] = []
-        for span in layout.chunks(tokens, with_state=state_slot >= 0):
+        for span in layout.chunks(tokens, (tokens,) if state_slot >= 0 else ()):
             size = granules_for(span.length_bytes) * GRANULE_BYTES
             index = next(n for n, at in enumerate(self._next) if at + size <= len(self.shuttles[n]))
             made.append(ChunkPlace(span.length_bytes, (Extent(index, self._next[index], size),)))

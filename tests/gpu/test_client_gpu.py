@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ipc.messages import Capture, CudaIpcPool, Register, Stage
-from shm.layout import Plane, StageLayout
+from shm.layout import Plane
 from stratad._stages import export_stages
 from stratad.client import Client, StagePool
 from stratad.errors import UsageError
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-LAYOUT = StageLayout((Plane(0, 512, 512, 64), Plane(32768, 512, 512, 64)), None, 256)
+LAYOUT = stage_layout((Plane(0, 512, 512, 64), Plane(32768, 512, 512, 64)))
 
 
 class _Nobody:
@@ -132,10 +132,11 @@ def test_expandable_segments_are_named() -> None:
     code = """
 import torch
 from shm.layout import Plane, StageLayout
+from tests.support.layouts import stage_layout
 from stratad._stages import export_stages
 from stratad.client import StagePool
 from stratad.errors import UsageError
-layout = StageLayout((Plane(0, 512, 512, 64),), None, 256)
+layout = stage_layout((Plane(0, 512, 512, 64),), None, 256)
 try:
     export_stages([StagePool("cuda:0", layout, torch.zeros(64 * 512, dtype=torch.uint8, device="cuda"))])
 except UsageError as error:

@@ -20,9 +20,10 @@ if not torch.cuda.is_available():
 from ipc.messages import JobDone, JobFailed  # noqa: E402
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_places  # noqa: E402
 from shm.gpu_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, GpuError, GpuRuntime  # noqa: E402
-from shm.layout import Plane, StageLayout, StatePlane  # noqa: E402
+from shm.layout import Plane, StageLayout  # noqa: E402
 from shm.rows import pack_rows, runs_of  # noqa: E402
 from tests.gpu.rig import MIB, EngineProcess, GpuRig, gpu_uuid  # noqa: E402
+from tests.support.layouts import stage_layout  # noqa: E402
 from tests.support.wait import wait_until  # noqa: E402
 from workers.cuda_memory import Counts, SlotMemory  # noqa: E402
 from workers.cuda_pool import CudaPool  # noqa: E402
@@ -44,13 +45,13 @@ def slot_layout(planes: int = 8, row_bytes: int = 1024, rows: int = 2048, gap: i
     stride = row_bytes + gap
     made = tuple(Plane(n * stride * rows, row_bytes, stride, rows) for n in range(planes))
     end = -(-made[-1].end_bytes // 256) * 256
-    return StageLayout(made, StatePlane(end, 5008, 8192, 4), 256)
+    return stage_layout(made, Plane(end, 5008, 8192, 4), 256)
 
 
 def paged_layout(planes: int = 6, token_bytes: int = 1024, block: int = 16, rows: int = 200) -> StageLayout:
     row_bytes = token_bytes * block
     made = tuple(Plane(n * row_bytes * rows, row_bytes, row_bytes, rows, block, token_bytes) for n in range(planes))
-    return StageLayout(made, None, 256)
+    return stage_layout(made, None, 256)
 
 
 LAYOUTS = {
@@ -72,11 +73,11 @@ def rig() -> Iterator[GpuRig]:
 def model(memory: Array, layout: StageLayout, rows: list[int], tokens: int, slot: int) -> list[Array]:
     """Chunks by the host's own copies (proved against a byte model elsewhere)."""
 
-    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens, with_state=slot >= 0)]
+    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens, (tokens,) if slot >= 0 else ())]
     rowmap = RowMap.parse(pack_rows(runs_of(rows)), layout.rows, layout.rows_for(tokens))
     view = PoolView(memory, layout)
     found: list[Array] = []
-    for chunk in capture_chunks(layout, tokens, places, with_state=slot >= 0):
+    for chunk in capture_chunks(layout, tokens, places, (tokens,) if slot >= 0 else ()):
         out = np.empty(chunk.span.length_bytes, np.uint8)
         at = 0
         for piece in view.pieces(chunk, rowmap, slot):
@@ -307,8 +308,8 @@ def test_speed_of_4_gib() -> None:
     rows = 16384
     shapes = {
         # 96 planes of 2 KiB a token and 16,384 tokens are 3 GiB; 128 of them 4 GiB.
-        "slot_128x2KiB": StageLayout(tuple(Plane(n * 2048 * rows, 2048, 2048, rows) for n in range(128)), None, 256),
-        "paged_64x64KiB": StageLayout(
+        "slot_128x2KiB": stage_layout(tuple(Plane(n * 2048 * rows, 2048, 2048, rows) for n in range(128)), None, 256),
+        "paged_64x64KiB": stage_layout(
             tuple(Plane(n * 65536 * 1024, 65536, 65536, 1024, 16, 4096) for n in range(64)), None, 256
         ),
     }
@@ -386,8 +387,8 @@ def kernel_rates(rig: GpuRig, pool: CudaPool, rows: list[int]) -> dict[str, floa
 
     layout = pool.layout
     tokens = 64 * MIB // layout.row_bytes * layout.tokens_per_row
-    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens, with_state=False)]
-    chunks = capture_chunks(layout, tokens, places, with_state=False)
+    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens)]
+    chunks = capture_chunks(layout, tokens, places)
     work = SliceWork(pool, RowMap.parse(pack_rows(runs_of(rows)), layout.rows, 1), tuple(chunks), -1)
     table = slice_table(work, layout)
     slot = SlotMemory(rig.runtime, Counts(), 64 * MIB, rig.cuda.kernels.move)
@@ -489,7 +490,7 @@ def test_a_worker_process_on_the_gpu(tmp_path: Path) -> None:
 def places_in_order(layout: StageLayout, tokens: int) -> list[ChunkPlace]:
     at = GRANULE_BYTES
     places: list[ChunkPlace] = []
-    for span in layout.chunks(tokens, with_state=False):
+    for span in layout.chunks(tokens):
         size = granules_for(span.length_bytes) * GRANULE_BYTES
         places.append(ChunkPlace(span.length_bytes, (Extent(0, at, size),)))
         at += size

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ipc.messages import WorkerProcess
-from shm.layout import Plane, StageLayout, StatePlane
+from shm.layout import Plane, StageLayout
 from stratad.client import Client, CpuPool, Engine, StagePool
 from tests.support.fake_daemon import FakeDaemon
+from tests.support.layouts import stage_layout
 
 ROWS = 64
 FINGERPRINT = {"model": "m", "revision": "r", "dtype": "bf16", "kv_format": "plain", "engine_build": "b"}
-PLAIN = StageLayout((Plane(0, 32, 32, ROWS), Plane(4096, 32, 32, ROWS)), None, 256)
-PAGED = StageLayout((Plane(0, 128, 128, ROWS, 4, 32),), None, 256)
-STATEFUL = StageLayout((Plane(0, 32, 32, ROWS),), StatePlane(4096, 100, 128, 2), 256)
+PLAIN = stage_layout((Plane(0, 32, 32, ROWS), Plane(4096, 32, 32, ROWS)), None, 256)
+PAGED = stage_layout((Plane(0, 128, 128, ROWS, 4, 32),), None, 256)
+STATEFUL = stage_layout((Plane(0, 32, 32, ROWS),), Plane(4096, 100, 128, 2), 256)
 
 
 class Rig(NamedTuple):

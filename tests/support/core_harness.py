@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ipc.messages import (
+    PROTOCOL_VERSION,
     Capture,
     CaptureJob,
     ClosePool,
@@ -33,12 +34,13 @@ from ipc.messages import (
     WorkerReady,
 )
 from shm.extent import unpack_places
-from shm.layout import Plane, StageLayout, StatePlane
+from shm.layout import Plane, StageLayout
 from shm.rows import pack_rows
 from stratad.core.core import Core
 from stratad.core.effects import DropClient, Effect, KillWorker, ReplyTo, SendTo, SpawnWorker
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
+from tests.support.layouts import stage_layout
 
 KEY_ID = b"12345678"
 FINGERPRINT = {"model": "m", "revision": "1", "dtype": "bf16", "kv_format": "rows", "engine_build": "e1"}
@@ -78,7 +80,7 @@ def settings(**changes: object) -> Settings:
 def layout(*, state: bool = False, rows: int = ROWS, tokens_per_row: int = 1, token_stride: int = 0) -> StageLayout:
     """One plane of `rows` rows, and 4 KiB of state a slot if asked for."""
     plane = Plane(0, ROW_BYTES, ROW_BYTES, rows, tokens_per_row, token_stride)
-    return StageLayout((plane,), StatePlane(ROW_BYTES * rows, 4096, 4096, 8) if state else None, 256)
+    return stage_layout((plane,), Plane(ROW_BYTES * rows, 4096, 4096, 8) if state else None, 256)
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -183,7 +185,7 @@ class Harness:
     def connect(self, client: int = 1, uid: int = 1000) -> None:
         """A client with its hello."""
         self.perform(self.core.client_connected(client, 4000 + client, uid, 7, self.at))
-        self.ask(client, Hello(self.next_seq(), 1, b""))
+        self.ask(client, Hello(self.next_seq(), PROTOCOL_VERSION, b""))
 
     def next_seq(self) -> int:
         """A fresh request number."""
@@ -245,7 +247,7 @@ class Harness:
             engine,
             conversation,
             pack_tokens(tokens),
-            (pack_rows([(first_row, len(tokens))]),),
+            ((pack_rows([(first_row, len(tokens))]),),),
             slot,
             "host",
             deadline_s=deadline_s,
@@ -270,7 +272,7 @@ class Harness:
             self.next_seq(),
             engine,
             conversation,
-            (pack_rows([(first_row, rows)]),),
+            ((pack_rows([(first_row, rows)]),),),
             slot,
             "host",
             tokens=tokens,
@@ -295,7 +297,7 @@ class Harness:
             digests = b"".join(self.content(number, n) for n in range(len(unpack_places(job.places))))
         self.report(worker, JobDone(job.job, 1, 0.0, 0.0, digests))
 
-    def fail(self, worker: str, code: str = "device_error", chunk: int = -1, rows: bytes = b"") -> None:
+    def fail(self, worker: str, code: str = "device_error", chunk: int = -1, rows: tuple[bytes, ...] = ()) -> None:
         """The worker fails its oldest job."""
         job = self.jobs(worker)[0]
         self.sent[worker].remove(job)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from shm.layout import Plane, StageLayout, StatePlane
+from shm.layout import Plane, StageLayout
 from stratad.client import Captured, Client, CpuPool, Engine, Restored, StagePool
+from tests.support.layouts import stage_layout
 
 FINGERPRINT = {"model": "fake", "revision": "1", "dtype": "u8", "kv_format": "rows", "engine_build": "test"}
 
@@ -14,15 +15,17 @@ FINGERPRINT = {"model": "fake", "revision": "1", "dtype": "u8", "kv_format": "ro
 def slot_layout(rows: int = 2048, planes: int = 4, row_bytes: int = 96, *, state_bytes: int = 0) -> StageLayout:
     """Planes one after another, one token a row; some state for four slots behind them."""
     made = tuple(Plane(n * rows * row_bytes, row_bytes, row_bytes, rows) for n in range(planes))
-    state = StatePlane(planes * rows * row_bytes, state_bytes, state_bytes, 4) if state_bytes else None
-    return StageLayout(made, state, 256)
+    state = Plane(planes * rows * row_bytes, state_bytes, state_bytes, 4) if state_bytes else None
+    return stage_layout(made, state)
 
 
 def paged_layout(blocks: int = 64, planes: int = 3, token_bytes: int = 48, block: int = 16) -> StageLayout:
     """Interleaved planes of blocks, `block` tokens each, tokens at known places."""
     row = token_bytes * block
     stride = row * planes
-    return StageLayout(tuple(Plane(n * row, row, stride, blocks, block, token_bytes) for n in range(planes)), None, 256)
+    return stage_layout(
+        tuple(Plane(n * row, row, stride, blocks, block, token_bytes) for n in range(planes)), None, 256
+    )
 
 
 def token_bytes_of(layout: StageLayout, buffer: memoryview, rows: Sequence[int], tokens: int) -> list[bytes]:
@@ -75,8 +78,8 @@ class FakeEngine:
 
     def capture(self, conversation: str, tokens: Sequence[int], rows: Sequence[int], *, slot: int = 0) -> Captured:
         """Capture and wait."""
-        position = len(tokens) if any(layout.state for layout in self.layouts) else -1
-        return self.engine.capture(conversation, tokens, rows=rows, slot=slot, state_position=position).result()
+        checkpoints = [(len(tokens), slot)] if any(layout.states for layout in self.layouts) else []
+        return self.engine.capture(conversation, tokens, rows=rows, slot=slot, checkpoints=checkpoints).result()
 
     def restore(self, conversation: str, rows: Sequence[int], *, slot: int = 0, tokens: int = -1) -> Restored:
         """Restore and wait."""

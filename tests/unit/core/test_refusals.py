@@ -19,10 +19,11 @@ from ipc.messages import (
     Stage,
     Stats,
 )
-from shm.layout import Plane, StageLayout
+from shm.layout import Plane
 from shm.rows import pack_rows
 from stratad.core.effects import CloseDescriptor
 from tests.support.core_harness import FINGERPRINT, ROWS, Harness, layout, pack_tokens
+from tests.support.layouts import stage_layout
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_another_shape_of_rows_is_refused_by_name(core: Harness) -> None:
     engine = core.register()
     core.ask(1, good_capture(core, engine))
     core.finish_all()
-    half = StageLayout((Plane(0, 512, 1024, ROWS), Plane(512, 512, 1024, ROWS)), None, 256)
+    half = stage_layout((Plane(0, 512, 1024, ROWS), Plane(512, 512, 1024, ROWS)), None, 256)
     other = core.register(layouts=[layout(), half])
     failure = core.failure(1, core.restore(other, "a", rows=10))
     assert failure.code == "fingerprint_mismatch"
@@ -136,7 +137,7 @@ def test_an_unresolved_fingerprint_is_refused(core: Harness, field: str, value: 
         ((Stage(1, "cpu:0", MemfdPool(1, ROWS * 1024), layout()),), "bad_value"),
         ((Stage(0, "cpu:9", MemfdPool(1, ROWS * 1024), layout()),), "foreign_device"),
         ((Stage(0, "cpu:0", MemfdPool(1, ROWS * 1024 - 1), layout()),), "bad_layout"),
-        ((Stage(0, "cpu:0", MemfdPool(1, ROWS * 1024), StageLayout((), None, 256)),), "bad_layout"),
+        ((Stage(0, "cpu:0", MemfdPool(1, ROWS * 1024), stage_layout((), None, 256)),), "bad_layout"),
         (
             (Stage(0, "cpu:0", MemfdPool(1, ROWS * 1024), msgspec.structs.replace(layout(), chunk_tokens=128)),),
             "bad_layout",
@@ -255,7 +256,7 @@ def test_a_refused_registration_gives_its_descriptors_back(core: Harness) -> Non
 def test_an_image_of_too_many_chunks_is_refused_before_anything_is_built(make_core: Callable[..., Harness]) -> None:
     core = make_core(1, chunk_tokens=1)
     core.connect()
-    many = StageLayout((Plane(0, 8, 8, 40_000),), None, 1)
+    many = stage_layout((Plane(0, 8, 8, 40_000),), None, 1)
     engine = core.register(layouts=[many], stages=1)
     seq = core.capture(engine, tokens=range(32_769))
     assert core.failure(1, seq).code == "too_large"

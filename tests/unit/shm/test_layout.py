@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm.layout import LayoutError, Plane, StageLayout, StatePlane, check_layout
+from shm.layout import LayoutError, Plane, StageLayout, check_layout
+from tests.support.layouts import stage_layout
 
 POOL_BYTES = 160
 
@@ -80,8 +81,8 @@ def sound(draw: st.DrawFn) -> StageLayout:
             planes.append(Plane(at + inside, size, stride, rows))
             inside += size + gap
         at += rows * stride + draw(st.integers(0, 3))
-    state = StatePlane(at, 3, 4, 2) if draw(st.booleans()) else None
-    return StageLayout(tuple(draw(st.permutations(planes))), state, 4)
+    state = Plane(at, 3, 4, 2) if draw(st.booleans()) else None
+    return stage_layout(tuple(draw(st.permutations(planes))), state, 4)
 
 
 @given(sound())
@@ -110,24 +111,24 @@ GOOD = Plane(0, 8, 8, 10)
         ((GOOD,), None, 0, "chunk_tokens 0"),
         ((GOOD, GOOD), None, 4, "shares bytes"),
         ((GOOD, Plane(79, 1, 1, 1)), None, 4, "shares bytes"),
-        ((GOOD,), StatePlane(79, 1, 1, 1), 4, "shares bytes with the state"),
-        ((GOOD,), StatePlane(80, 8, 4, 2), 4, "slot_stride_bytes 4"),
-        ((GOOD,), StatePlane(80, 8, 8, 11), 4, "state: ends at byte 168"),
-        ((GOOD,), StatePlane(80, 0, 8, 2), 4, "state: offset"),
+        ((GOOD,), Plane(79, 1, 1, 1), 4, "shares bytes with the state"),
+        ((GOOD,), Plane(80, 8, 4, 2), 4, "slot_stride_bytes 4"),
+        ((GOOD,), Plane(80, 8, 8, 11), 4, "state: ends at byte 168"),
+        ((GOOD,), Plane(80, 0, 8, 2), 4, "state: offset"),
     ],
 )
 def test_what_is_refused_is_named(
     planes: tuple[Plane, ...], state: StatePlane | None, chunk_tokens: int, message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
-        check_layout(StageLayout(planes, state, chunk_tokens), POOL_BYTES)
+        check_layout(stage_layout(planes, state, chunk_tokens), POOL_BYTES)
 
 
 @given(st.integers(0, 70), st.sampled_from([1, 2, 4]), st.booleans())
 def test_chunks_cover_all_tokens_in_order(tokens: int, tokens_per_row: int, with_state: bool) -> None:
-    layout = StageLayout(
+    layout = stage_layout(
         (Plane(0, 8, 8, 100, tokens_per_row, 8 // tokens_per_row), Plane(800, 4, 4, 100, tokens_per_row)),
-        StatePlane(2000, 5, 5, 1),
+        Plane(2000, 5, 5, 1),
         8,
     )
     spans = layout.chunks(tokens, with_state=with_state)
@@ -145,5 +146,5 @@ def test_chunks_cover_all_tokens_in_order(tokens: int, tokens_per_row: int, with
 
 @pytest.mark.parametrize(("stride", "tokens", "kept"), [(0, 7, 4), (0, 8, 8), (0, 3, 0), (2, 7, 7)])
 def test_capturable_tokens(stride: int, tokens: int, kept: int) -> None:
-    layout = StageLayout((Plane(0, 8, 8, 10, 4, stride),), None, 4)
+    layout = stage_layout((Plane(0, 8, 8, 10, 4, stride),), None, 4)
     assert layout.capturable_tokens(tokens) == kept

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from shm.gpu_runtime import GpuUnavailable
-from shm.layout import Plane, StageLayout, StatePlane
+from shm.layout import Plane
 from stratad import _gpu_stage
 from stratad._probe import MAX_PROBES, PROBE_BYTES, probe_offsets
 from stratad._stages import export_stages
 from stratad.client import CpuPool, StagePool
 from stratad.errors import NoSpace, StratadError, UsageError
 from tests.support.client_rig import PLAIN
+from tests.support.layouts import stage_layout
 
 
 def test_a_pool_is_zeros_that_views_share() -> None:
@@ -93,14 +94,14 @@ def test_an_engine_needs_a_stage() -> None:
 
 
 def test_probes_lie_at_both_ends_of_each_plane() -> None:
-    layout = StageLayout((Plane(0, 32, 32, 4), Plane(1000, 8, 8, 1)), StatePlane(2000, 8, 8, 1), 256)
+    layout = stage_layout((Plane(0, 32, 32, 4), Plane(1000, 8, 8, 1)), Plane(2000, 8, 8, 1), 256)
     assert probe_offsets(layout, 2008) == [0, 112, 992, 1000]
-    assert probe_offsets(StageLayout((Plane(0, 8, 8, 1),), None, 256), 16) == [0]
-    assert probe_offsets(StageLayout((Plane(0, 8, 8, 1),), None, 256), 15) == []
+    assert probe_offsets(stage_layout((Plane(0, 8, 8, 1),), None, 256), 16) == [0]
+    assert probe_offsets(stage_layout((Plane(0, 8, 8, 1),), None, 256), 15) == []
 
 
 def test_probes_of_many_planes_stay_few_and_inside() -> None:
-    layout = StageLayout(tuple(Plane(64 * n, 64, 64, 1) for n in range(200)), None, 256)
+    layout = stage_layout(tuple(Plane(64 * n, 64, 64, 1) for n in range(200)), None, 256)
     offsets = probe_offsets(layout, layout.end_bytes)
     assert len(offsets) == MAX_PROBES
     assert offsets == sorted(set(offsets))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ipc.messages import CaptureJob, JobDone, JobFailed, MemfdPool, RestoreJob, Stage
+from ipc.messages import CaptureJob, CopyJob, JobDone, JobFailed, MemfdPool, RestoreJob, Stage
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_places
-from shm.layout import ChunkSpan, Plane, StageLayout, StatePlane
+from shm.layout import ChunkSpan, Plane, StageLayout
 from shm.memfd import create_pool
-from shm.rows import pack_rows, runs_of
+from tests.support.layouts import packed_positions, packed_rows, positions, stage_layout
 from workers.cpu_device import CpuDevice
 from workers.device import Device, DevicePool, LaneKind
 from workers.digest import Bytes, Digester
@@ -27,27 +27,27 @@ def slot_layout(planes: int = 3, row_bytes: int = 96, rows: int = 64, chunk_toke
     """A slot cache: one token a row, planes one after the other, 32 unused bytes after each row."""
     stride = row_bytes + 32
     made = tuple(Plane(n * stride * rows, row_bytes, stride, rows) for n in range(planes))
-    state = StatePlane(planes * stride * rows, 48, 64, 4)
-    return StageLayout(made, state, chunk_tokens)
+    state = Plane(planes * stride * rows, 48, 64, 4)
+    return stage_layout(made, state, chunk_tokens)
 
 
 def paged_layout(planes: int = 2, block: int = 8, token_bytes: int = 24, rows: int = 24) -> StageLayout:
     """A paged cache: blocks of `block` tokens, dense."""
     row_bytes = block * token_bytes
     made = tuple(Plane(n * row_bytes * rows, row_bytes, row_bytes, rows, block, token_bytes) for n in range(planes))
-    return StageLayout(made, None, block * 2)
+    return stage_layout(made, None, block * 2)
 
 
 def model_chunk(memory: bytes, layout: StageLayout, rows: Sequence[int], span: ChunkSpan, state_slot: int) -> bytes:
     """The chunk's bytes in gathered order, one byte at a time."""
     out = bytearray()
-    if span.is_state:
-        assert layout.state is not None
-        start = layout.state.offset_bytes + state_slot * layout.state.slot_stride_bytes
-        return memory[start : start + layout.state.slot_bytes]
-    for plane in layout.planes:
+    for plane in layout.all_groups[span.group].planes:
         for nth in range(span.row_count):
-            start = plane.offset_bytes + rows[span.first_row + nth] * plane.row_stride_bytes
+            row = state_slot if span.is_state else rows[span.first_row + nth]
+            start = plane.offset_bytes + row * plane.row_stride_bytes
+            if span.is_state:
+                out += memory[start : start + plane.row_bytes]
+                continue
             for at in range(plane.row_bytes):
                 token = nth * plane.tokens_per_row
                 if plane.token_stride_bytes:
@@ -59,7 +59,7 @@ def model_chunk(memory: bytes, layout: StageLayout, rows: Sequence[int], span: C
 def written_bytes(layout: StageLayout, rows: Sequence[int], tokens: int) -> set[int]:
     """Offsets in the pool that hold the first `tokens` tokens."""
     found: set[int] = set()
-    for plane in layout.planes:
+    for plane in layout.groups[0].planes:
         for token in range(tokens):
             row, inside = divmod(token, plane.tokens_per_row)
             start = plane.offset_bytes + rows[row] * plane.row_stride_bytes
@@ -116,7 +116,7 @@ class Rig:
 
     def places(self, tokens: int, state_slot: int = -1) -> list[ChunkPlace]:
         """A place for every chunk."""
-        return [self.place(s.length_bytes) for s in self.layout.chunks(tokens, with_state=state_slot >= 0)]
+        return [self.place(s.length_bytes) for s in self.layout.chunks(tokens, positions(tokens, state_slot))]
 
     def stored(self, place: ChunkPlace) -> bytes:
         """What lies in a place."""
@@ -133,7 +133,8 @@ class Rig:
         hooks: JobHooks = NEVER,
     ) -> JobDone | JobFailed:
         """Run one capture job."""
-        job = CaptureJob(1, 1, pack_rows(runs_of(rows)), tokens, pack_places(places), False, state_slot)
+        packed = packed_rows(self.layout, rows, state_slot)
+        job = CaptureJob(1, 1, packed, tokens, pack_places(places), False, packed_positions(tokens, state_slot))
         return self._run(job, LaneKind.CAPTURE, hooks)
 
     def restore(
@@ -152,18 +153,32 @@ class Rig:
         job = RestoreJob(
             2,
             1,
-            pack_rows(runs_of(rows)),
+            packed_rows(self.layout, rows, state_slot),
             image_tokens,
             image_tokens if tokens < 0 else tokens,
             pack_places(places),
             digests,
             (algorithm,),
             False,
-            state_slot,
+            packed_positions(image_tokens, state_slot),
         )
         return self._run(job, LaneKind.RESTORE, hooks)
 
-    def _run(self, job: CaptureJob | RestoreJob, lane: LaneKind, hooks: JobHooks) -> JobDone | JobFailed:
+    def copy(
+        self,
+        rows: Sequence[int],
+        target_rows: Sequence[int],
+        tokens: int,
+        *,
+        slots: tuple[int, int] = (-1, -1),
+        hooks: JobHooks = NEVER,
+    ) -> JobDone | JobFailed:
+        """Run one copy from rows to rows; `slots` are the state slots of source and target."""
+        source, target = (packed_rows(self.layout, r, s) for r, s in zip((rows, target_rows), slots, strict=True))
+        job = CopyJob(3, 1, source, target, tokens, False, packed_positions(tokens, slots[0]))
+        return self._run(job, LaneKind.CAPTURE, hooks)
+
+    def _run(self, job: CaptureJob | RestoreJob | CopyJob, lane: LaneKind, hooks: JobHooks) -> JobDone | JobFailed:
         try:
             plan = plan_job(self.device, self.pool, job)
         except JobRefused as exc:

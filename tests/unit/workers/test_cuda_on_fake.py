@@ -12,6 +12,7 @@ from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_pla
 from shm.gpu_runtime import GpuError, GpuRuntime
 from shm.layout import Plane, StageLayout
 from shm.rows import pack_rows
+from tests.support.layouts import packed_positions, packed_rows, positions, stage_layout
 from tests.unit.workers.fake_gpu import UUID, build_fake_gpu, fake_runtime
 from tests.unit.workers.rig import KEY, NEVER, model_chunk, paged_layout, slot_layout, written_bytes
 from workers import gpu_kernels
@@ -76,7 +77,7 @@ class Gpu:
 
     def places(self, tokens: int, state_slot: int = -1) -> list[ChunkPlace]:
         made: list[ChunkPlace] = []
-        for span in self.layout.chunks(tokens, with_state=state_slot >= 0):
+        for span in self.layout.chunks(tokens, positions(tokens, state_slot)):
             count = granules_for(span.length_bytes)
             made.append(
                 ChunkPlace(span.length_bytes, (Extent(0, self.granule * GRANULE_BYTES, count * GRANULE_BYTES),))
@@ -106,14 +107,14 @@ def test_capture_and_restore(runtime: GpuRuntime, layout: StageLayout, tokens: i
     gpu.cuda.self_test()
     lanes = {kind: Lane(kind, gpu.cuda.copier(kind)) for kind in LaneKind}
     pool = gpu.cuda.open_pool(gpu.stage(), -1)
-    rows = list(range(layout.rows_for(tokens)))[::-1]
-    packed = pack_rows([(row, 1) for row in rows])
+    rows = list(range(layout.groups[0].rows_for(tokens)))[::-1]
+    packed, points = packed_rows(layout, rows, slot), packed_positions(tokens, slot)
     before = gpu.memory.tobytes()
     places = gpu.places(tokens, slot)
-    job = CaptureJob(1, 1, packed, tokens, pack_places(places), False, slot)
+    job = CaptureJob(1, 1, packed, tokens, pack_places(places), False, points)
     done = lanes[LaneKind.CAPTURE].run(plan_job(gpu.cuda, pool, job), NEVER)
     assert isinstance(done, JobDone), done
-    spans = layout.chunks(tokens, with_state=slot >= 0)
+    spans = layout.chunks(tokens, positions(tokens, slot))
     for number, (span, place) in enumerate(zip(spans, places, strict=True)):
         chunk = model_chunk(before, layout, rows, span, slot)
         at = place.extents[0].offset_bytes
@@ -121,7 +122,7 @@ def test_capture_and_restore(runtime: GpuRuntime, layout: StageLayout, tokens: i
         digest = gpu.digester.digest(MLH, np.frombuffer(chunk, np.uint8))
         assert done.digests[16 * number : 16 * number + 16] == digest
     resources = gpu.cuda.resources()
-    restore = RestoreJob(2, 1, packed, tokens, tokens, pack_places(places), done.digests, (MLH,), False, slot)
+    restore = RestoreJob(2, 1, packed, tokens, tokens, pack_places(places), done.digests, (MLH,), False, points)
     for _ in range(3):
         gpu.memory[:] = 0
         report = lanes[LaneKind.RESTORE].run(plan_job(gpu.cuda, pool, restore), NEVER)
@@ -296,7 +297,7 @@ def test_a_device_that_cannot_be_waited_for_is_lost(runtime: GpuRuntime, library
 @pytest.mark.usefixtures("clean")
 def test_copies_never_cross_two_registrations_and_chunks_outgrow_staging(runtime: GpuRuntime) -> None:
     row_bytes = 128 * 1024
-    layout = StageLayout((Plane(0, row_bytes, row_bytes, 64),), None, 32)
+    layout = stage_layout((Plane(0, row_bytes, row_bytes, 64),), None, 32)
     gpu = Gpu(runtime, layout, slice_bytes=1 << 20, granules=LOCK_STEP_BYTES // GRANULE_BYTES + 128)
     lanes = {kind: Lane(kind, gpu.cuda.copier(kind)) for kind in LaneKind}
     pool = gpu.cuda.open_pool(gpu.stage(), -1)

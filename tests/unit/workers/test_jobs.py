@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 
 from shm.extent import ChunkPlace
-from shm.layout import ChunkSpan, Plane, StageLayout
+from shm.layout import ChunkSpan, Plane
 from shm.rows import pack_rows, row_count, unpack_rows
+from tests.support.layouts import stage_layout
 from workers.jobs import (
     TRANSITIONS,
     ChunkWork,
@@ -63,19 +64,19 @@ def test_slices_cover_all_chunks_in_order_within_their_bounds(lengths: list[int]
 
 
 def test_restore_of_a_prefix_takes_the_chunks_that_hold_it() -> None:
-    layout = StageLayout((Plane(0, 32, 32, 100, 4, 8),), None, 8)
-    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(30, with_state=False)]
+    layout = stage_layout((Plane(0, 32, 32, 100, 4, 8),), None, 8)
+    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(30)]
     digests = bytes(range(16)) * 4
-    works = restore_chunks(layout, 30, 13, places, digests=digests, algorithms=("a", "b", "c", "d"), with_state=False)
+    works = restore_chunks(layout, 30, 13, (), places, digests=digests, algorithms=("a", "b", "c", "d"))
     assert [(w.number, w.live_rows, w.tail_tokens, w.algorithm) for w in works] == [(0, 2, 0, "a"), (1, 2, 1, "b")]
-    assert rows_needed(works) == 4
-    assert restore_chunks(layout, 30, 0, places, digests=digests, algorithms=("a",), with_state=False) == []
+    assert rows_needed(works, 1) == [4]
+    assert restore_chunks(layout, 30, 0, (), places, digests=digests, algorithms=("a",)) == []
 
 
 def test_capture_names_the_tail() -> None:
-    layout = StageLayout((Plane(0, 32, 32, 100, 4, 8),), None, 8)
-    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(14, with_state=False)]
-    works = capture_chunks(layout, 14, places, with_state=False)
+    layout = stage_layout((Plane(0, 32, 32, 100, 4, 8),), None, 8)
+    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(14)]
+    works = capture_chunks(layout, 14, (), places)
     assert [(w.live_rows, w.tail_tokens) for w in works] == [(2, 0), (2, 2)]
 
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from shm.extent import ChunkPlace
-from shm.layout import Plane, StageLayout, StatePlane
-from shm.rows import pack_rows, runs_of
+from shm.layout import Plane, StageLayout
+from tests.support.layouts import packed_rows, positions, stage_layout, state_bytes
 from tests.unit.workers.emulate import build
 from tests.unit.workers.rig import KEY, model_chunk, written_bytes
 from workers.compiler import CompilerUnavailable, KernelCompiler
 from workers.device import DevicePool, SliceWork
 from workers.digest import BLOCK_BYTES, MLH, Bytes, Digester
-from workers.jobs import capture_chunks, restore_chunks, rows_needed
+from workers.jobs import capture_chunks, restore_chunks
 from workers.kernel_source import SOURCE
 from workers.rowmap import RowMap
 from workers.slice_table import SliceTable, plane_table, slice_table, vector_width
@@ -94,18 +94,23 @@ class Emulated:
 
 def work_of(pool: HostPool, rows: Sequence[int], tokens: int, prefix: int, slot: int) -> SliceWork:
     layout = pool.layout
-    spans = layout.chunks(tokens, with_state=slot >= 0)
+    spans = layout.chunks(tokens, positions(tokens, slot))
     places = [ChunkPlace(span.length_bytes, ()) for span in spans]
     if prefix < 0:
-        chunks = capture_chunks(layout, tokens, places, with_state=slot >= 0)
+        chunks = capture_chunks(layout, tokens, positions(tokens, slot), places)
     else:
         digests = bytes(16 * len(spans))
         chunks = restore_chunks(
-            layout, tokens, prefix, places, digests=digests, algorithms=(MLH,), with_state=slot >= 0
+            layout, tokens, prefix, positions(tokens, slot), places, digests=digests, algorithms=(MLH,)
         )
-    rowmap = RowMap.parse(pack_rows(runs_of(rows)), layout.rows, rows_needed(chunks))
     unused: DevicePool = pool  # type: ignore[assignment]
-    return SliceWork(unused, rowmap, tuple(chunks), slot)
+    return SliceWork(unused, row_maps(layout, rows, slot), tuple(chunks))
+
+
+def row_maps(layout: StageLayout, rows: Sequence[int], slot: int) -> tuple[RowMap, ...]:
+    """What the lanes make of the rows of an operation."""
+    packed = packed_rows(layout, rows, slot)
+    return tuple(RowMap.parse(entry, group.rows, 0) for entry, group in zip(packed, layout.all_groups, strict=True))
 
 
 @st.composite
@@ -121,11 +126,11 @@ def cases(draw: st.DrawFn) -> tuple[StageLayout, list[int], int, int]:
         stride = row_bytes + draw(st.integers(0, 3)) * grain
         planes.append(Plane(at, row_bytes, stride, rows, tokens_per_row, token_bytes if tokens_per_row > 1 else 0))
         at = -(-planes[-1].end_bytes // grain) * grain + draw(st.integers(0, 3)) * grain
-    state = StatePlane(at, grain * draw(st.integers(1, 40)), 40 * 16, 3) if draw(st.booleans()) else None
-    layout = StageLayout(tuple(planes), state, tokens_per_row * draw(st.sampled_from([1, 2, 7, 16])))
+    state = Plane(at, grain * draw(st.integers(1, 40)), 40 * 16, 3) if draw(st.booleans()) else None
+    layout = stage_layout(tuple(planes), state, tokens_per_row * draw(st.sampled_from([1, 2, 7, 16])))
     tokens = draw(st.integers(1, rows * tokens_per_row))
     order = list(draw(st.permutations(range(rows))))
-    return layout, order[: layout.rows_for(tokens)], tokens, draw(st.integers(0, tokens))
+    return layout, order[: layout.groups[0].rows_for(tokens)], tokens, draw(st.integers(0, tokens))
 
 
 @settings(
@@ -136,10 +141,12 @@ def test_kernels_move_and_digest_what_the_model_says(
     kernels: ctypes.CDLL, case: tuple[StageLayout, list[int], int, int], seed: int
 ) -> None:
     layout, rows, tokens, prefix = case
-    slot = 2 if layout.state is not None else -1
+    slot = 2 if layout.states else -1
     pool = HostPool(layout, seed)
     before = pool.memory.tobytes()
-    expected = [model_chunk(before, layout, rows, span, slot) for span in layout.chunks(tokens, with_state=slot >= 0)]
+    expected = [
+        model_chunk(before, layout, rows, span, slot) for span in layout.chunks(tokens, positions(tokens, slot))
+    ]
     device = Emulated(kernels, pool, slice_table(work_of(pool, rows, tokens, -1, slot), layout))
     reference = [DIGESTER.digest(MLH, array_of(chunk)) for chunk in expected]
     assert device.digests(staged=False) == reference
@@ -153,9 +160,7 @@ def test_kernels_move_and_digest_what_the_model_says(
     destroyed = pool.memory.tobytes()
     back.rows("scatter", pointer(back.staging))
     touched = written_bytes(layout, rows, tokens)
-    if layout.state is not None:
-        start = layout.state.offset_bytes + slot * layout.state.slot_stride_bytes
-        touched |= set(range(start, start + layout.state.slot_bytes))
+    touched |= state_bytes(layout, slot)
     after = pool.memory.tobytes()
     assert all(after[n] == (before[n] if n in touched else destroyed[n]) for n in range(len(after)))
 
@@ -177,7 +182,7 @@ def array_of(data: bytes) -> Bytes:
 
 @pytest.mark.parametrize("row_bytes", [64 * 1024, 65_540])
 def test_chunks_of_several_blocks(kernels: ctypes.CDLL, row_bytes: int) -> None:
-    layout = StageLayout(
+    layout = stage_layout(
         (Plane(0, row_bytes, row_bytes, 40), Plane(40 * row_bytes, row_bytes, row_bytes, 40)), None, 20
     )
     pool = HostPool(layout, 5)

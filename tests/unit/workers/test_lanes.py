@@ -12,16 +12,17 @@ from hypothesis import HealthCheck, given, settings
 
 from ipc.messages import CaptureJob, JobDone, JobFailed, RestoreJob
 from shm.extent import GRANULE_BYTES, Extent, pack_places
-from shm.layout import Plane, StageLayout, StatePlane
-from shm.rows import pack_rows, unpack_rows
+from shm.layout import Plane, StageLayout
+from shm.rows import unpack_rows
+from tests.support.layouts import packed_rows, positions, stage_layout, state_bytes
 from tests.unit.workers.rig import NEVER, Rig, model_chunk, paged_layout, slot_layout, written_bytes
 from workers.device import DeviceFailure, LaneKind, SliceWork
 from workers.digest import MLH
 from workers.lanes import JobHooks, Lane, plan_job
 
 
-def rows_in(packed: bytes) -> list[int]:
-    return [row for first, count in unpack_rows(packed) for row in range(first, first + count)]
+def rows_in(packed: tuple[bytes, ...], group: int = 0) -> list[int]:
+    return [row for first, count in unpack_rows(packed[group]) for row in range(first, first + count)]
 
 
 @st.composite
@@ -37,11 +38,11 @@ def cases(draw: st.DrawFn) -> tuple[StageLayout, list[int], int, int]:
         stride = row_bytes + draw(st.sampled_from([0, 0, 1, 16, 100]))
         planes.append(Plane(at, row_bytes, stride, rows, tokens_per_row, token_bytes if tokens_per_row > 1 else 0))
         at = planes[-1].end_bytes + draw(st.integers(0, 5))
-    state = StatePlane(at, draw(st.integers(1, 90)), 96, 3) if draw(st.booleans()) else None
-    layout = StageLayout(tuple(planes), state, tokens_per_row * draw(st.sampled_from([1, 2, 5, 16])))
+    state = Plane(at, draw(st.integers(1, 90)), 96, 3) if draw(st.booleans()) else None
+    layout = stage_layout(tuple(planes), state, tokens_per_row * draw(st.sampled_from([1, 2, 5, 16])))
     tokens = draw(st.integers(1, rows * tokens_per_row))
     order = draw(st.one_of(st.just(list(range(rows))), st.permutations(range(rows))))
-    return layout, list(order)[: layout.rows_for(tokens)], tokens, draw(st.integers(0, tokens))
+    return layout, list(order)[: layout.groups[0].rows_for(tokens)], tokens, draw(st.integers(0, tokens))
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -50,13 +51,13 @@ def test_captured_bytes_are_the_models_and_come_back(
     case: tuple[StageLayout, list[int], int, int], fragment: bool, seed: int
 ) -> None:
     layout, rows, tokens, prefix = case
-    slot = 1 if layout.state is not None else -1
+    slot = 1 if layout.states else -1
     with Rig(layout, seed=seed, fragment=fragment, slice_bytes=1024, shuttle_granules=200) as rig:
         before = rig.memory.tobytes()
         places = rig.places(tokens, slot)
         done = rig.capture(rows, tokens, places, state_slot=slot)
         assert isinstance(done, JobDone), done
-        spans = layout.chunks(tokens, with_state=slot >= 0)
+        spans = layout.chunks(tokens, positions(tokens, slot))
         for span, place in zip(spans, places, strict=True):
             assert rig.stored(place) == model_chunk(before, layout, rows, span, slot)
         assert done.moved_bytes == sum(span.length_bytes for span in spans)
@@ -67,9 +68,7 @@ def test_captured_bytes_are_the_models_and_come_back(
         restored = rig.restore(rows, tokens, places, done.digests, state_slot=slot)
         assert isinstance(restored, JobDone), restored
         touched = written_bytes(layout, rows, tokens)
-        if layout.state is not None:
-            start = layout.state.offset_bytes + slot * layout.state.slot_stride_bytes
-            touched |= set(range(start, start + layout.state.slot_bytes))
+        touched |= state_bytes(layout, slot)
         after = rig.memory.tobytes()
         assert all(after[n] == (before[n] if n in touched else destroyed[n]) for n in range(len(after)))
 
@@ -101,7 +100,7 @@ def test_one_flipped_bit_is_damaged_and_its_rows_are_unchanged(plane: int, chunk
         assert isinstance(failed, JobFailed)
         assert (failed.code, failed.chunk, failed.sticky) == ("damaged", chunk, False)
         # Slices before the damaged chunk were written and are named; nothing else was touched.
-        undefined = rows_in(failed.rows_undefined)
+        undefined = rows_in(failed.rows_undefined) if failed.rows_undefined else []
         assert undefined == list(range(len(undefined)))
         assert len(undefined) <= chunk * 16
         touched = written_bytes(layout, rows, len(undefined))
@@ -119,7 +118,7 @@ def test_a_damaged_state_chunk_leaves_the_state_alone() -> None:
         rig.memory[:] = 0
         failed = rig.restore(range(8), 8, places, done.digests, state_slot=2)
         assert isinstance(failed, JobFailed)
-        assert (failed.code, failed.chunk, failed.state_undefined) == ("damaged", 1, False)
+        assert (failed.code, failed.chunk, failed.rows_undefined) == ("damaged", 1, ())
         assert not rig.memory.any()
 
 
@@ -130,7 +129,7 @@ def test_a_source_that_changes_between_digest_and_copy_fails_the_capture(layout:
         places = rig.places(8)
         failed = rig.capture(rows, 8, places)
         assert isinstance(failed, JobFailed)
-        assert (failed.code, failed.chunk, failed.rows_undefined) == ("source_changed", 0, b"")
+        assert (failed.code, failed.chunk, failed.rows_undefined) == ("source_changed", 0, ())
         again = rig.capture(rows, 8, places)
         assert isinstance(again, JobDone)
 
@@ -205,8 +204,8 @@ def test_a_job_is_not_done_while_its_device_cannot_be_waited_for(monkeypatch: py
         rig.lanes[LaneKind.RESTORE] = Lane(LaneKind.RESTORE, copier)
         failed = rig.restore(range(8), 8, places, done.digests, state_slot=1)
         assert isinstance(failed, JobFailed)
-        assert (failed.sticky, failed.state_undefined) == (True, True)
-        assert rows_in(failed.rows_undefined) == list(range(8))
+        assert failed.sticky
+        assert [rows_in(failed.rows_undefined, group) for group in (0, 1)] == [list(range(8)), [1]]
 
 
 @pytest.mark.parametrize("state_slot", [-1, 2])
@@ -228,10 +227,10 @@ def test_a_bug_of_ours_makes_all_of_a_restore_undefined(monkeypatch: pytest.Monk
         assert isinstance(failed, JobFailed)
         assert (failed.code, failed.sticky) == ("internal", False)
         assert rows_in(failed.rows_undefined) == list(range(8))
-        assert failed.state_undefined == (state_slot >= 0)
+        assert rows_in(failed.rows_undefined, 1) == ([state_slot] if state_slot >= 0 else [])
         failed = rig.capture(range(8), 8, places, state_slot=state_slot)
         assert isinstance(failed, JobFailed)
-        assert (failed.code, failed.rows_undefined, failed.state_undefined) == ("internal", b"", False)
+        assert (failed.code, failed.rows_undefined) == ("internal", ())
 
 
 def test_the_time_on_the_lane_covers_all_of_the_job() -> None:
@@ -272,7 +271,7 @@ def test_bad_jobs_are_refused() -> None:
         assert code_of(rig.capture(range(7), 8, places)) == "bad_rows"
         assert code_of(rig.capture(range(8), 8, [*places, *places])) == "bad_request"
         assert code_of(rig.capture(range(8), 8, rig.places(9))) == "bad_request"
-        assert code_of(rig.capture(range(8), 8, places, state_slot=4)) == "bad_state"
+        assert code_of(rig.capture(range(8), 8, rig.places(8, 4), state_slot=4)) == "bad_rows"
         assert code_of(rig.restore(range(8), 8, places, bytes(16), tokens=9)) == "bad_tokens"
         assert code_of(rig.restore(range(8), 8, places, bytes(15))) == "bad_request"
         header = [place._replace(extents=(Extent(0, 0, GRANULE_BYTES),)) for place in places]
@@ -288,7 +287,7 @@ def code_of(report: JobDone | JobFailed) -> str:
 
 def test_a_block_whose_tokens_cannot_be_located_is_refused() -> None:
     plane = Plane(0, 64, 64, 8, 8, 0)
-    with Rig(StageLayout((plane,), None, 8)) as rig:
+    with Rig(stage_layout((plane,), None, 8)) as rig:
         assert code_of(rig.capture(range(2), 9, rig.places(9))) == "bad_tokens"
         assert isinstance(rig.capture(range(2), 16, rig.places(16)), JobDone)
 
@@ -301,17 +300,18 @@ def test_nothing_of_a_job_is_kept_after_its_report() -> None:
         lane = Lane(LaneKind.CAPTURE, copier)
 
         def note(work: SliceWork) -> None:
-            seen.append(weakref.ref(work.rows))
+            seen.append(weakref.ref(work.rows[0]))
 
         copier.before_copy = note
-        job = CaptureJob(1, 1, pack_rows([(0, 8)]), 8, pack_places(rig.places(8)), False)
+        job = CaptureJob(1, 1, packed_rows(layout, range(8)), 8, pack_places(rig.places(8)), False)
         assert isinstance(lane.run(plan_job(rig.device, rig.pool, job), NEVER), JobDone)
         done = rig.capture(range(8), 8, places := rig.places(8))
         assert isinstance(done, JobDone)
         rig.shuttle[places[0].extents[0].offset_bytes] ^= 1
-        restore = RestoreJob(2, 1, pack_rows([(0, 8)]), 8, 8, pack_places(places), done.digests, ("xxh3-128",), False)
+        rows = packed_rows(layout, range(8))
+        restore = RestoreJob(2, 1, rows, 8, 8, pack_places(places), done.digests, ("xxh3-128",), False)
         plan = plan_job(rig.device, rig.pool, restore)
-        seen.append(weakref.ref(plan.rows))
+        seen.append(weakref.ref(plan.rows[0]))
         failed = rig.lanes[LaneKind.RESTORE].run(plan, NEVER)
         assert isinstance(failed, JobFailed)
         del plan

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shm.layout import StageLayout
+from tests.support.layouts import positions, state_bytes
 from tests.unit.workers.rig import KEY, model_chunk, paged_layout, slot_layout, written_bytes
 from tests.unit.workers.test_kernels import HostPool, work_of
 from workers.digest import MLH, Digester
@@ -45,9 +46,9 @@ def move(target: int, source: int, size_bytes: int, stream: int) -> None:
 )
 def test_torch_operations_do_what_the_model_says(layout: StageLayout, tokens: int, slot: int) -> None:
     pool = HostPool(layout, 3)
-    rows = list(range(layout.rows))[::-1][: layout.rows_for(tokens)]
+    rows = list(range(layout.groups[0].rows))[::-1][: layout.groups[0].rows_for(tokens)]
     before = pool.memory.tobytes()
-    spans = layout.chunks(tokens, with_state=slot >= 0)
+    spans = layout.chunks(tokens, positions(tokens, slot))
     expected = [model_chunk(before, layout, rows, span, slot) for span in spans]
     table = slice_table(work_of(pool, rows, tokens, -1, slot), layout)
     staging = np.full(table.staging_bytes, 0xEE, np.uint8)
@@ -68,8 +69,7 @@ def test_torch_operations_do_what_the_model_says(layout: StageLayout, tokens: in
     destroyed = pool.memory.tobytes()
     kernels.scatter(loaded, 0)
     touched = written_bytes(layout, rows, tokens)
-    if slot >= 0 and layout.state is not None:
-        start = layout.state.offset_bytes + slot * layout.state.slot_stride_bytes
-        touched |= set(range(start, start + layout.state.slot_bytes))
+    if slot >= 0:
+        touched |= state_bytes(layout, slot)
     after = pool.memory.tobytes()
     assert all(after[n] == (before[n] if n in touched else destroyed[n]) for n in range(len(after)))

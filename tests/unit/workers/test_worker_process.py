@@ -104,7 +104,7 @@ def maps_a_pool(pid: int) -> bool:
 def places_of(layout: StageLayout, tokens: int) -> bytes:
     at = GRANULE_BYTES
     places: list[ChunkPlace] = []
-    for span in layout.chunks(tokens, with_state=False):
+    for span in layout.chunks(tokens):
         size = granules_for(span.length_bytes) * GRANULE_BYTES
         places.append(ChunkPlace(span.length_bytes, (Extent(0, at, size),)))
         at += size
