@@ -51,4 +51,5 @@ class RowFences:
             del self._fences[engine_id, stage]
 
     def __len__(self) -> int:
-        return sum(len(fences) for fences in self._fences.values())
+        """Operations with a fence, counted on each stage."""
+        return sum(len({fence.op_id for fence in fences}) for fences in self._fences.values())

@@ -11,6 +11,7 @@ from stratad.client import Client
 from stratad.errors import Damaged, UsageError
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import FakeEngine, paged_layout, slot_layout
+from tests.support.layouts import state_bytes
 
 LAYOUTS = {
     "slot": (slot_layout(), slot_layout(planes=3, row_bytes=160)),
@@ -24,7 +25,7 @@ LAYOUTS = {
 def test_round_trip(client: Client, shape: str, tokens: int) -> None:
     layouts = LAYOUTS[shape]
     with FakeEngine(client, layouts, seed=tokens) as engine:
-        limit, per_row = layouts[0].rows, layouts[0].tokens_per_row
+        limit, per_row = layouts[0].groups[0].rows, layouts[0].groups[0].tokens_per_row
         count = -(-tokens // per_row)
         if per_row == 1:
             rows, target = list(range(7, 7 + count)), list(range(1000, 1000 + count))
@@ -32,15 +33,19 @@ def test_round_trip(client: Client, shape: str, tokens: int) -> None:
             blocks = random.Random(tokens).sample(range(limit), 2 * count if 2 * count <= limit else limit)
             rows, target = blocks[:count], blocks[-count:]
         expected = engine.contents(rows, tokens)
-        state = bytes(engine.pools[0].buffer[layouts[0].state.offset_bytes :][:5000]) if layouts[0].state else b""
+        state = (
+            bytes(engine.pools[0].buffer[layouts[0].states[0].planes[0].offset_bytes :][:5000])
+            if layouts[0].states
+            else b""
+        )
         captured = engine.capture("a", range(tokens), rows, slot=0)
         assert captured.tokens == tokens
         engine.fill()
         before = engine.everything()
         engine.restore("a", target, slot=2)
         assert engine.contents(target, tokens) == expected
-        if layouts[0].state:
-            at = layouts[0].state.offset_bytes + 2 * 5000
+        if state:
+            at = layouts[0].states[0].planes[0].offset_bytes + 2 * 5000
             assert bytes(engine.pools[0].buffer[at : at + 5000]) == state
         assert untouched(engine, before, target, tokens, state_slot=2 if state else -1)
         client.clear("ns")
@@ -50,15 +55,14 @@ def untouched(engine: FakeEngine, before: list[bytes], rows: list[int] | range, 
     """Whether every byte but those of the tokens in `rows` (and of the state slot) is as it was."""
     for layout, pool, old in zip(engine.layouts, engine.pools, before, strict=True):
         now = bytearray(pool.buffer)
-        for plane in layout.planes:
+        for plane in layout.groups[0].planes:
             size = plane.row_bytes // plane.tokens_per_row
             for token in range(tokens):
                 row, inside = rows[token // plane.tokens_per_row], token % plane.tokens_per_row
                 at = plane.offset_bytes + row * plane.row_stride_bytes + inside * size
                 now[at : at + size] = old[at : at + size]
-        if layout.state is not None and state_slot >= 0:
-            at = layout.state.offset_bytes + state_slot * layout.state.slot_stride_bytes
-            now[at : at + layout.state.slot_bytes] = old[at : at + layout.state.slot_bytes]
+        for at in state_bytes(layout, state_slot) if state_slot >= 0 else ():
+            now[at] = old[at]
         if bytes(now) != old:
             return False
     return True
@@ -80,8 +84,9 @@ def plane_spans(layout: StageLayout, tokens: int) -> list[tuple[int, int]]:
     """Where each plane's bytes lie in the first chunk, in gathered order."""
     spans: list[tuple[int, int]] = []
     at = 0
-    rows = min(layout.rows_for(tokens), layout.chunk_tokens // layout.tokens_per_row)
-    for plane in layout.planes:
+    group = layout.groups[0]
+    rows = min(group.rows_for(tokens), layout.chunk_tokens // group.tokens_per_row)
+    for plane in group.planes:
         spans.append((at, rows * plane.row_bytes))
         at += rows * plane.row_bytes
     return spans
@@ -110,7 +115,7 @@ def test_a_flipped_bit_of_any_plane_is_damage(client: Client, plane: int) -> Non
         assert caught.value.stage == stage
         assert engine.everything()[stage] == before[stage]
         outcomes = {o.stage: o for o in caught.value.stages}
-        assert outcomes[stage].rows_undefined == b""
+        assert outcomes[stage].rows_undefined == ()
         assert client.show("ns", "a").image.damaged
         assert engine.engine.lookup(range(300)) is None
         with pytest.raises(Damaged):

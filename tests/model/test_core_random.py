@@ -13,6 +13,7 @@ from ipc.messages import (
     Cancel,
     Captured,
     Clear,
+    Copied,
     Drop,
     Lookup,
     Mark,
@@ -20,6 +21,7 @@ from ipc.messages import (
     Progress,
     Request,
     Restored,
+    SlotDrop,
     SourceFree,
     WorkersChanged,
 )
@@ -57,7 +59,7 @@ class World:
         actions = [
             (self.connect, 2), (self.disconnect, 1), (self.capture, 12), (self.restore, 8), (self.finish, 30),
             (self.fail, 4), (self.source_free, 3), (self.kill, 2), (self.time, 6), (self.cancel, 2),
-            (self.administer, 4), (self.lookup, 3),
+            (self.administer, 4), (self.lookup, 3), (self.slot_copy, 8),
         ]  # fmt: skip
         action = self.random.choices([a for a, _ in actions], [weight for _, weight in actions])[0]
         action()
@@ -124,6 +126,34 @@ class World:
             )
             self.note(client, seq)
             self.acknowledge_some(client, engine)
+
+    def slot_copy(self) -> None:
+        picked = self._engine()
+        if not picked:
+            return
+        engine, client = picked
+        slot = self.random.randrange(3)
+        transits = self.core.core.state.engines[engine].transits
+        tokens = self.random.choice([1, 256, 300])
+        kind = self.random.choice(["slot_direct", "slot_to", "slot_from", "slot_from"])
+        if kind == "slot_from" and transits:
+            slot = self.random.choice(sorted(transits))
+            tokens = transits[slot].token_count
+        if self.random.random() < 0.1:
+            seq = self.core.next_seq()
+            self.core.ask(client, SlotDrop(seq, engine, slot))
+        else:
+            seq = self.core.slot_copy(
+                engine,
+                kind,
+                client=client,
+                tokens=tokens,
+                first_row=self.random.randrange(0, 1200, 200),
+                target_row=self.random.randrange(0, 1200, 200),
+                slot=slot,
+                keep=self.random.random() < 0.3,
+            )
+        self.note(client, seq)
 
     def acknowledge_some(self, client: int, engine: int) -> None:
         takes = self.core.core.state.engines[engine].takes if engine in self.core.core.state.engines else set()
@@ -228,11 +258,16 @@ class World:
             finals = [r for r in self.core.answers(client, seq) if not isinstance(r, Progress | WorkersChanged)]
             assert len(finals) == 1, f"request {seq}: {finals}"
             self.reached[type(finals[0]).__name__] += 1
-            if isinstance(finals[0], Captured | Restored):
+            if isinstance(finals[0], Captured | Restored | Copied):
                 assert all(outcome.state == "done" for outcome in finals[0].stages)
         assert not len(self.core.core.state.fences)
-        for image in self.core.core.state.catalog.images.values():
+        catalog = self.core.core.state.catalog
+        for image in (*catalog.images.values(), *catalog.transits.values()):
             assert image.readers == 0
+        held = {
+            image.image_id for engine in self.core.core.state.engines.values() for image in engine.transits.values()
+        }
+        assert held == set(catalog.transits)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -256,6 +291,7 @@ def test_the_seeds_reach_what_they_should() -> None:
     wanted = {
         "Captured", "Restored", "Failed", "Found", "Done", "worker death", "cancel", "acknowledge", "evictions",
         "takes", "fail damaged", "fail cancelled", "images_damaged", "workers_hung", "captures_failed",
-        "restores_failed", "takes_failed",
+        "restores_failed", "takes_failed", "Copied", "slot_directs", "slot_tos", "slot_froms", "slot_directs_failed",
+        "slot_tos_failed", "slot_froms_failed",
     }  # fmt: skip
     assert wanted <= {name for name, count in reached.items() if count}, reached

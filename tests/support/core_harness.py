@@ -10,6 +10,7 @@ from ipc.messages import (
     CaptureJob,
     ClosePool,
     Command,
+    CopyJob,
     Failed,
     Hello,
     JobDone,
@@ -28,6 +29,9 @@ from ipc.messages import (
     Restore,
     RestoreJob,
     ShuttleReady,
+    SlotDirect,
+    SlotFrom,
+    SlotTo,
     Stage,
     StopWorker,
     TakeCensus,
@@ -281,11 +285,35 @@ class Harness:
         self.ask(client, request)
         return request.seq
 
+    def slot_copy(
+        self,
+        engine: int,
+        kind: str,
+        *,
+        client: int = 1,
+        tokens: int = 600,
+        first_row: int = 0,
+        slot: int = 0,
+        target_row: int = 1000,
+        target_slot: int = 1,
+        keep: bool = False,
+    ) -> int:
+        """Submit a ``slot_direct``, ``slot_to`` or ``slot_from`` of plain rows; returns its number."""
+        seq = self.next_seq()
+        source, target = (((pack_rows([(first, tokens)]),),) for first in (first_row, target_row))
+        requests: dict[str, Request] = {
+            "slot_direct": SlotDirect(seq, engine, tokens, source, target, slot, target_slot, "host"),
+            "slot_to": SlotTo(seq, engine, tokens, source, slot, "host"),
+            "slot_from": SlotFrom(seq, engine, slot, target, target_slot, "host", keep),
+        }
+        self.ask(client, requests[kind])
+        return seq
+
     # --- what workers do with jobs ------------------------------------------------------------------------------------
 
-    def jobs(self, worker: str) -> list[CaptureJob | RestoreJob]:
+    def jobs(self, worker: str) -> list[CaptureJob | RestoreJob | CopyJob]:
         """Jobs that the worker has not answered."""
-        return [c for c in self.sent.get(worker, []) if isinstance(c, CaptureJob | RestoreJob)]
+        return [c for c in self.sent.get(worker, []) if isinstance(c, CaptureJob | RestoreJob | CopyJob)]
 
     def finish(self, worker: str, stage: int | None = None) -> None:
         """The worker does its oldest job well."""

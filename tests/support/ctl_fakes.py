@@ -118,6 +118,7 @@ DETAIL = ImageDetail(
     chunks=(
         ChunkInfo(
             stage=0,
+            group=0,
             is_state=False,
             token_count=256,
             length_bytes=1000,

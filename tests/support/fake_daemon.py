@@ -22,6 +22,7 @@ from ipc.messages import (
     Capture,
     Captured,
     Clear,
+    Copied,
     Done,
     Drop,
     Found,
@@ -40,6 +41,10 @@ from ipc.messages import (
     Request,
     Restore,
     Restored,
+    SlotDirect,
+    SlotDrop,
+    SlotFrom,
+    SlotTo,
     Stats,
     StatsReply,
     Unregister,
@@ -272,13 +277,30 @@ class FakeDaemon:
                 yield Captured(seq, self._next_image_id - 1, len(tokens) // 4, 1000, 1000, ())
             case Restore(seq=seq, image_id=image_id, tokens=tokens):
                 yield Restored(seq, image_id or 1, max(tokens, 1), 1000, ())
+            case SlotTo(seq=seq, tokens=tokens):
+                yield Captured(seq, 1, tokens, 1000, 1000, ())
+            case SlotFrom(seq=seq):
+                yield Restored(seq, 1, 1, 1000, ())
+            case SlotDirect(seq=seq, tokens=tokens):
+                yield Copied(seq, tokens, 1000, ())
             case Lookup(seq=seq):
                 yield Found(seq, "miss")
             case Stats(seq=seq):
                 yield empty_stats(seq)
             case ListImages(seq=seq):
                 yield Images(seq, (), more=False)
-            case Unregister() | Acknowledge() | Release() | Mark() | Drop() | Clear() | Pin() | Cancel() | Goodbye():
+            case (
+                SlotDrop()
+                | Unregister()
+                | Acknowledge()
+                | Release()
+                | Mark()
+                | Drop()
+                | Clear()
+                | Pin()
+                | Cancel()
+                | Goodbye()
+            ):
                 yield Done(request.seq)
             case _:
                 raise AssertionError(f"the fake daemon has no answer to {request}")

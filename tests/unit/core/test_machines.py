@@ -5,6 +5,7 @@ import pytest
 from stratad.core.catalog import Scope
 from stratad.core.failures import InvalidTransition
 from stratad.core.ops import OP_MOVES, STAGE_MOVES, Operation, OpKind, OpState, StageRun, StageState
+from stratad.core.row_lists import CutRows
 
 OP_EVENTS = {event for moves in OP_MOVES.values() for event in moves}
 STAGE_EVENTS = {event for moves in STAGE_MOVES.values() for event in moves}
@@ -34,7 +35,7 @@ def test_operation(state: OpState, event: str) -> None:
 @pytest.mark.parametrize("event", sorted(STAGE_EVENTS))
 @pytest.mark.parametrize("state", list(StageState))
 def test_stage(state: StageState, event: str) -> None:
-    run = StageRun(0, "w", b"", (), (), -1, state=state)
+    run = StageRun(0, "w", CutRows((), ()), (), state=state)
     expected = STAGE_MOVES[state].get(event)
     if expected is None:
         with pytest.raises(InvalidTransition):

@@ -163,8 +163,8 @@ def test_rows_and_extents_of_a_dead_worker_are_free_only_after_the_proof(core: H
     core.worker_gone("cpu:0")
     failure = core.failure(1, seq)
     assert (failure.code, failure.stage) == ("worker_hung", 0)
-    assert failure.stages[0].rows_undefined == pack_rows([(1000, 600)])
-    assert failure.stages[1].rows_undefined == b""
+    assert failure.stages[0].rows_undefined == (pack_rows([(1000, 600)]),)
+    assert failure.stages[1].rows_undefined == ()
     assert core.core.state.catalog.used_bytes == 0
     core.tick()
     again = core.capture(engine, "b", first_row=1000)
@@ -545,7 +545,7 @@ def test_the_wait_for_an_engines_event_is_not_held_against_the_worker(make_core:
     register = Register(core.next_seq(), "ns", "e", FINGERPRINT, (Stage(0, "GPU-1", pool, one),))
     core.ask(1, register)
     engine = core.final(1, register.seq).engine_id  # type: ignore[union-attr]
-    rows = (pack_rows([(0, 10)]),)
+    rows = ((pack_rows([(0, 10)]),),)
     core.ask(1, Capture(core.next_seq(), engine, "a", pack_tokens(range(10)), rows, 0, "event", deadline_s=100.0))
     (job,) = core.jobs("gpu")
     assert job.event_wait_s == 100.0

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from ipc.messages import (
+    PROTOCOL_VERSION,
     Capture,
     CudaIpcPool,
     Done,
@@ -20,7 +21,7 @@ from ipc.messages import (
     Stats,
 )
 from shm.layout import Plane
-from shm.rows import pack_rows
+from shm.rows import pack_numbers, pack_rows
 from stratad.core.effects import CloseDescriptor
 from tests.support.core_harness import FINGERPRINT, ROWS, Harness, layout, pack_tokens
 from tests.support.layouts import stage_layout
@@ -34,7 +35,7 @@ def core(make_core: Callable[..., Harness]) -> Harness:
 
 
 def good_capture(core: Harness, engine: int) -> Capture:
-    return Capture(core.next_seq(), engine, "a", pack_tokens(range(10)), (pack_rows([(0, 10)]),), 0, "host")
+    return Capture(core.next_seq(), engine, "a", pack_tokens(range(10)), ((pack_rows([(0, 10)]),),), 0, "host")
 
 
 @pytest.mark.parametrize(
@@ -47,17 +48,19 @@ def good_capture(core: Harness, engine: int) -> Capture:
         ({"tokens": b""}, "bad_tokens"),
         ({"tokens": b"123"}, "bad_tokens"),
         ({"rows": ()}, "bad_rows"),
-        ({"rows": (b"1234",)}, "bad_rows"),
-        ({"rows": (pack_rows([(0, 10)]),) * 3}, "bad_rows"),
-        ({"rows": (pack_rows([(0, 9)]),)}, "bad_rows"),
-        ({"rows": (pack_rows([(0, 11)]),)}, "bad_rows"),
-        ({"rows": (pack_rows([(ROWS - 9, 10)]),)}, "bad_rows"),
-        ({"rows": (pack_rows([(0, 5), (4, 5)]),)}, "bad_rows"),
-        ({"rows": (pack_rows([(5, 0)]),)}, "bad_rows"),
+        ({"rows": ((b"1234",),)}, "bad_rows"),
+        ({"rows": ((pack_rows([(0, 10)]),),) * 3}, "bad_rows"),
+        ({"rows": ((pack_rows([(0, 9)]),),)}, "bad_rows"),
+        ({"rows": ((pack_rows([(0, 11)]),),)}, "bad_rows"),
+        ({"rows": ((pack_rows([(ROWS - 9, 10)]),),)}, "bad_rows"),
+        ({"rows": ((pack_rows([(0, 5), (4, 5)]),),)}, "bad_rows"),
+        ({"rows": ((pack_rows([(5, 0)]),),)}, "bad_rows"),
         ({"slot": -1}, "bad_value"),
         ({"ordered": ""}, "bad_value"),
         ({"ordered": "device"}, "bad_value"),
-        ({"state_position": 10}, "bad_state"),
+        ({"positions": pack_numbers((10,))}, "bad_state"),
+        ({"positions": b"123"}, "bad_state"),
+        ({"rows": ((pack_rows([(0, 10)]),) * 2,)}, "bad_rows"),
     ],
 )
 def test_capture(core: Harness, change: dict[str, object], code: str) -> None:
@@ -77,14 +80,14 @@ def test_capture(core: Harness, change: dict[str, object], code: str) -> None:
         ({"tokens": 0}, "bad_tokens"),
         ({"tokens": 11}, "bad_tokens"),
         ({"tokens": -2}, "bad_tokens"),
-        ({"rows": (pack_rows([(0, 9)]),)}, "bad_rows"),
+        ({"rows": ((pack_rows([(0, 9)]),),)}, "bad_rows"),
     ],
 )
 def test_restore(core: Harness, change: dict[str, object], code: str) -> None:
     engine = core.register()
     core.ask(1, good_capture(core, engine))
     core.finish_all()
-    request = Restore(core.next_seq(), engine, "a", (pack_rows([(0, 10)]),), 0, "host")
+    request = Restore(core.next_seq(), engine, "a", ((pack_rows([(0, 10)]),),), 0, "host")
     request = msgspec.structs.replace(request, **change)
     core.ask(1, request)
     assert core.failure(1, request.seq).code == code
@@ -114,7 +117,7 @@ def test_another_shape_of_rows_is_refused_by_name(core: Harness) -> None:
     other = core.register(layouts=[layout(), half])
     failure = core.failure(1, core.restore(other, "a", rows=10))
     assert failure.code == "fingerprint_mismatch"
-    assert list(failure.detail) == ["layout.planes.1"]
+    assert list(failure.detail) == ["layout.groups.1"]
 
 
 @pytest.mark.parametrize("value", ["", "auto", "None", " unknown "])
@@ -152,14 +155,14 @@ def test_register(core: Harness, stages: tuple[Stage, ...], code: str) -> None:
     assert not core.core.state.pools
 
 
-@pytest.mark.parametrize("version", [-1, 0, 2, 9999])
+@pytest.mark.parametrize("version", [-1, 0, 1, PROTOCOL_VERSION + 1, 9999])
 def test_other_versions_are_refused_with_both_named(core: Harness, version: int) -> None:
     core.perform(core.core.client_connected(2, 1, 1000, 1, core.at))
     hello = Hello(core.next_seq(), version, b"")
     core.ask(2, hello)
     failure = core.failure(2, hello.seq)
     assert failure.code == "wrong_version"
-    assert f"version 1, the client {version}" in failure.message
+    assert f"version {PROTOCOL_VERSION}, the client {version}" in failure.message
 
 
 def test_nothing_is_served_before_the_hello(core: Harness) -> None:
@@ -214,7 +217,7 @@ def test_too_many_clients_and_operations(make_core: Callable[..., Harness]) -> N
         last = core.capture(engine, name)
     assert core.failure(1, last).code == "too_many"
     core.perform(core.core.client_connected(2, 1, 1000, 1, core.at))
-    hello = Hello(core.next_seq(), 1, b"")
+    hello = Hello(core.next_seq(), PROTOCOL_VERSION, b"")
     core.ask(2, hello)
     assert core.failure(2, hello.seq).code == "too_many"
     assert 2 in core.dropped
@@ -224,11 +227,13 @@ def test_too_many_clients_and_operations(make_core: Callable[..., Harness]) -> N
 def test_blocks_that_cannot_locate_tokens_are_captured_to_the_last_full_one(core: Harness) -> None:
     paged = layout(rows=64, tokens_per_row=16)
     engine = core.register(layouts=[paged, paged])
-    request = Capture(core.next_seq(), engine, "a", pack_tokens(range(40)), (pack_rows([(9, 1), (3, 2)]),), 0, "host")
+    request = Capture(
+        core.next_seq(), engine, "a", pack_tokens(range(40)), ((pack_rows([(9, 1), (3, 2)]),),), 0, "host"
+    )
     core.ask(1, request)
     core.finish_all()
     assert core.final(1, request.seq).tokens == 32  # type: ignore[union-attr]
-    few = Capture(core.next_seq(), engine, "b", pack_tokens(range(5)), (pack_rows([(9, 1)]),), 0, "host")
+    few = Capture(core.next_seq(), engine, "b", pack_tokens(range(5)), ((pack_rows([(9, 1)]),),), 0, "host")
     core.ask(1, few)
     assert core.failure(1, few.seq).code == "bad_tokens"
 
@@ -265,7 +270,7 @@ def test_an_image_of_too_many_chunks_is_refused_before_anything_is_built(make_co
 
 def test_more_runs_than_rows_are_refused_unread(core: Harness) -> None:
     engine = core.register()
-    request = msgspec.structs.replace(good_capture(core, engine), rows=(bytes(8 * 11),))
+    request = msgspec.structs.replace(good_capture(core, engine), rows=((bytes(8 * 11),),))
     core.ask(1, request)
     failure = core.failure(1, request.seq)
     assert failure.code == "bad_rows"
@@ -276,10 +281,10 @@ def test_a_restore_of_all_tokens_uses_the_first_of_the_rows(core: Harness) -> No
     engine = core.register()
     core.ask(1, good_capture(core, engine))
     core.finish_all()
-    request = Restore(core.next_seq(), engine, "a", (pack_rows([(100, 50)]),), 0, "host")
+    request = Restore(core.next_seq(), engine, "a", ((pack_rows([(100, 50)]),),), 0, "host")
     core.ask(1, request)
     (job,) = core.jobs("cpu:0")
-    assert job.rows == pack_rows([(100, 10)])
+    assert job.rows == (pack_rows([(100, 10)]),)
     beside = core.restore(engine, "a", rows=10, first_row=110)
     core.finish_all()
     assert core.final(1, request.seq).tokens == 10  # type: ignore[union-attr]
@@ -318,7 +323,7 @@ def test_an_image_id_of_an_earlier_daemon_names_nothing(make_core: Callable[...,
         core.finish_all()
         ids.append(core.final(1, seq).image_id)  # type: ignore[union-attr]
     assert abs(ids[0] - ids[1]) > 1_000_000
-    stale = Restore(core.next_seq(), engine, "", (pack_rows([(0, 10)]),), 0, "host", image_id=ids[0])
+    stale = Restore(core.next_seq(), engine, "", ((pack_rows([(0, 10)]),),), 0, "host", image_id=ids[0])
     core.ask(1, stale)
     assert core.failure(1, stale.seq).code == "unknown_image"
 

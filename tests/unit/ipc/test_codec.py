@@ -16,7 +16,7 @@ from ipc.messages import Capture, Hello, JobDone, Lookup, Reply, Report, Request
 from tests.support.samples import decode_as, sample
 
 CAPTURE: Final = Capture(
-    seq=7, engine_id=1, conversation="c", tokens=b"\1\0\0\0", rows=(b"r" * 8,), slot=2, ordered="host"
+    seq=7, engine_id=1, conversation="c", tokens=b"\1\0\0\0", rows=((b"r" * 8,),), slot=2, ordered="host"
 )
 
 OUTCOMES: Final = {"message", "bad_frame", "bad_request", "unknown_op"}
@@ -145,7 +145,8 @@ def test_which_seq_is_kept(seq: object, kept: int) -> None:
         ({"engine_id": None}, "$.engine_id"),
         ({"tokens": "AAAA"}, "$.tokens"),
         ({"rows": b"rrrr"}, "$.rows"),
-        ({"rows": [b"r", 5]}, "$.rows[1]"),
+        ({"rows": [[b"r"], 5]}, "$.rows[1]"),
+        ({"rows": [[b"r"], [5]]}, "$.rows[1][0]"),
         ({"conversation": b"c"}, "$.conversation"),
         ({"deadline_s": math.nan}, "$.deadline_s"),
         ({"deadline_s": math.inf}, "$.deadline_s"),

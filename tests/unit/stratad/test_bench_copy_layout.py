@@ -15,7 +15,7 @@ def test_every_byte_of_the_pool_is_in_the_image(layout: str) -> None:
     check_layout(shape.layout, shape.pool_bytes)
     assert shape.pool_bytes == 64 * MIB
     assert shape.layout.end_bytes == shape.pool_bytes
-    assert row_count(shape.rows) == shape.layout.rows == shape.layout.rows_for(shape.tokens)
+    assert row_count(shape.rows) == shape.layout.groups[0].rows == shape.layout.groups[0].rows_for(shape.tokens)
     assert sorted_runs(shape.rows)[0][0] == 0
     chunks = shape.layout.chunks(shape.tokens)
     assert sum(chunk.length_bytes for chunk in chunks) == shape.pool_bytes

@@ -7,12 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.rows import unpack_rows
-from stratad._arguments import RowsLike, StageLimits, TokensLike, pack_tokens, parse_rows, rows_per_stage
+from shm.layout import Plane, RowGroup, StageLayout, StateGroup
+from shm.rows import pack_rows
+from stratad._arguments import RowsLike, TokensLike, pack_tokens, parse_rows
+from stratad._rows import GroupRows, RowsGiven, StageRows, StageRowsLike, check_checkpoints, stage_rows
 from stratad.errors import UsageError
+from tests.support.layouts import stage_layout
 
-STAGE = StageLimits(rows=100, tokens_per_row=1)
-PAGED = StageLimits(rows=100, tokens_per_row=4)
+STAGE = stage_layout((Plane(0, 8, 8, 100),))
+PAGED = stage_layout((Plane(0, 8, 8, 100, 4, 2),))
+WINDOW = StageLayout((RowGroup((Plane(0, 8, 8, 100),)), RowGroup((Plane(800, 8, 8, 50, 4, 2),), window_tokens=10)))
+STATEFUL = StageLayout((RowGroup((Plane(0, 8, 8, 100),)),), (StateGroup((Plane(800, 8, 8, 3),)),))
+
+
+def given_for(
+    layouts: tuple[StageLayout, ...],
+    rows: StageRowsLike | None,
+    by_stage: list[StageRowsLike] | None,
+    tokens: int,
+    slots: tuple[int, ...] = (),
+) -> tuple[StageRows, ...]:
+    return stage_rows(layouts, RowsGiven(rows, by_stage), tokens, slots)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +50,7 @@ def test_tokens_in_any_form_pack_alike(tokens: TokensLike) -> None:
 def test_torch_tokens_pack_alike() -> None:
     torch = pytest.importorskip("torch")
     assert pack_tokens(torch.tensor([1, 2, 70000])) == pack_tokens([1, 2, 70000])
-    assert parse_rows(torch.tensor([4, 5, 6, 1])).packed == parse_rows([4, 5, 6, 1]).packed
+    assert parse_rows(torch.tensor([4, 5, 6, 1])) == parse_rows([4, 5, 6, 1])
 
 
 @pytest.mark.parametrize(
@@ -73,24 +88,26 @@ def test_bad_tokens_are_named(tokens: TokensLike, text: str) -> None:
     ],
 )
 def test_rows_in_any_form_pack_alike(rows: RowsLike) -> None:
-    parsed = parse_rows(rows)
-    assert unpack_rows(parsed.packed) == ((7, 2), (3, 1))
-    assert parsed.ascending == ((3, 1), (7, 2))
-    assert parsed.count == 3
+    assert parse_rows(rows) == ((7, 2), (3, 1))
+    (stage,) = given_for((STAGE,), rows, None, 3)
+    assert stage.packed == (pack_rows([(7, 2), (3, 1)]),)
+    assert stage.spaces[0].ascending == ((3, 1), (7, 2))
 
 
 def test_a_range_is_rows() -> None:
-    assert unpack_rows(parse_rows(range(4, 9)).packed) == ((4, 5),)
-    assert unpack_rows(parse_rows(range(4, 9, 2)).packed) == ((4, 1), (6, 1), (8, 1))
+    assert parse_rows(range(4, 9)) == ((4, 5),)
+    assert parse_rows(range(4, 9, 2)) == ((4, 1), (6, 1), (8, 1))
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, unique=True))
 def test_every_list_of_rows_survives(rows: list[int]) -> None:
     for given_rows in (rows, np.array(rows)):
         parsed = parse_rows(given_rows)
-        unpacked = [row for first, count in unpack_rows(parsed.packed) for row in range(first, first + count)]
-        assert unpacked == rows
-        assert [row for first, count in parsed.ascending for row in range(first, first + count)] == sorted(rows)
+        assert [row for first, count in parsed for row in range(first, first + count)] == rows
+        (stage,) = given_for((STAGE,), given_rows, None, len(rows))
+        assert [row for first, count in stage.spaces[0].ascending for row in range(first, first + count)] == sorted(
+            rows
+        )
 
 
 @pytest.mark.parametrize(
@@ -113,27 +130,74 @@ def test_every_list_of_rows_survives(rows: list[int]) -> None:
 )
 def test_bad_rows_are_named(rows: RowsLike, text: str) -> None:
     with pytest.raises(UsageError, match=text) as caught:
-        parse_rows(rows)
+        given_for((STAGE,), rows, None, -1)
     assert caught.value.code == "bad_rows"
 
 
 def test_rows_must_lie_in_the_stage() -> None:
-    rows_per_stage((STAGE,), range(90, 100), None, 10)
+    given_for((STAGE,), range(90, 100), None, 10)
     with pytest.raises(UsageError, match=r"rows 0\.\.99, got row 100"):
-        rows_per_stage((STAGE,), range(91, 101), None, 10)
+        given_for((STAGE,), range(91, 101), None, 10)
 
 
 def test_rows_must_be_as_many_as_the_tokens_need() -> None:
-    rows_per_stage((PAGED,), [9, 2], None, 5)
+    given_for((PAGED,), [9, 2], None, 5)
     for tokens in (4, 9):
         with pytest.raises(UsageError, match=f"{tokens} tokens at 4 a row"):
-            rows_per_stage((PAGED,), [9, 2], None, tokens)
-    rows_per_stage((PAGED,), [9, 2], None, -1)  # all tokens of an image: only the daemon knows how many
+            given_for((PAGED,), [9, 2], None, tokens)
+    given_for((PAGED,), [9, 2], None, -1)  # all tokens of an image: only the daemon knows how many
 
 
 def test_rows_by_stage_are_one_entry_a_stage() -> None:
-    parsed = rows_per_stage((STAGE, PAGED), None, [range(8), [3, 1]], 8)
-    assert [entry.count for entry in parsed] == [8, 2]
-    for rows, by_stage in ((None, None), (range(8), [range(8), [3, 1]]), (None, [range(8)])):
+    parsed = given_for((STAGE, PAGED), None, [range(8), [3, 1]], 8)
+    assert [entry.packed for entry in parsed] == [(pack_rows([(0, 8)]),), (pack_rows([(3, 1), (1, 1)]),)]
+    both: list[StageRowsLike] = [range(8), [3, 1]]
+    cases: list[tuple[StageRowsLike | None, list[StageRowsLike] | None]]
+    cases = [(None, None), (range(8), both), (None, [range(8)])]
+    for rows, by_stage in cases:
         with pytest.raises(UsageError, match="rows_by_stage"):
-            rows_per_stage((STAGE, PAGED), rows, by_stage, 8)
+            given_for((STAGE, PAGED), rows, by_stage, 8)
+
+
+def test_rows_of_groups_are_those_that_each_group_holds() -> None:
+    (stage,) = given_for((WINDOW,), GroupRows(range(31), [4, 9, 2]), None, 31)  # tokens 20 to 30: three blocks
+    assert stage.packed == (pack_rows([(0, 31)]), pack_rows([(4, 1), (9, 1), (2, 1)]))
+    for rows, text in (
+        (GroupRows(range(31), [4, 9]), r"stage 0, group 1: 31 tokens at 4 a row need 3 rows, got 2"),
+        (GroupRows(range(31)), "2 row groups, rows were given for 1"),
+        (range(31), "2 row groups, rows were given for 1"),
+        (GroupRows(range(31), [4, 9, 50]), r"group 1 has rows 0\.\.49, got row 50"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            given_for((WINDOW,), rows, None, 31)
+
+
+def test_states_take_the_slots_of_their_checkpoints() -> None:
+    plain, stateful = given_for((STAGE, STATEFUL), range(5), None, 5, (2, 0))
+    assert plain.packed == (pack_rows([(0, 5)]),)
+    assert stateful.packed == (pack_rows([(0, 5)]), pack_rows([(2, 1), (0, 1)]))
+    with pytest.raises(UsageError, match=r"states of slots 0\.\.2, got 3"):
+        given_for((STAGE, STATEFUL), range(5), None, 5, (3,))
+
+
+def test_a_stage_may_have_no_rows_at_all() -> None:
+    alone = StageLayout((), (StateGroup((Plane(0, 8, 8, 3),)),))
+    for rows in (None, GroupRows()):
+        (stage,) = given_for((alone,), rows, None, 7, (1,))
+        assert stage.packed == (pack_rows([(1, 1)]),)
+
+
+def test_checkpoints_ascend_and_are_there_where_states_are() -> None:
+    assert check_checkpoints((STAGE, STATEFUL), [(2, 0), (5, 1)], 5) == (2, 5)
+    assert check_checkpoints((STAGE,), [], 5) == ()
+    for layouts, checkpoints in (
+        ((STAGE,), [(5, 0)]),
+        ((STATEFUL,), []),
+        ((STATEFUL,), [(6, 0)]),
+        ((STATEFUL,), [(0, 0)]),
+        ((STATEFUL,), [(3, 0), (3, 1)]),
+        ((STATEFUL,), [(3, 0), (2, 1)]),
+    ):
+        with pytest.raises(UsageError) as caught:
+            check_checkpoints(layouts, checkpoints, 5)
+        assert caught.value.code == "bad_state"

@@ -12,6 +12,7 @@ import pytest
 from ipc.codec import encode
 from ipc.link import Link, LinkError
 from ipc.messages import (
+    PROTOCOL_VERSION,
     Capture,
     Captured,
     Done,
@@ -34,6 +35,7 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
+from shm.rows import pack_numbers, pack_rows
 from stratad.client import Client, CpuPool, Match, StagePool
 from stratad.errors import (
     Busy,
@@ -51,7 +53,7 @@ from tests.support.wait import wait_until
 def test_handshake_uses_the_token_of_the_lifeline(tmp_path: Path) -> None:
     with rig(tmp_path) as (daemon, client, _, _):
         hello = daemon.expect(Hello)
-        assert (hello.version, hello.client) == (1, "test")
+        assert (hello.version, hello.client) == (PROTOCOL_VERSION, "test")
         assert daemon.bad_hellos == 0
         assert client.welcome.start_id == daemon.start_id
     assert len(daemon.of(Goodbye)) == 1
@@ -84,19 +86,35 @@ def test_capture_sends_what_was_asked(tmp_path: Path) -> None:
         assert result == Captured(result.seq, 1, 5, 1000, 1000, ())
         sent = daemon.expect(Capture)
         assert (sent.engine_id, sent.conversation, sent.slot) == (1, "chat", 7)
-        assert (sent.ordered, sent.state_position) == ("host", -1)
+        assert (sent.ordered, sent.positions) == ("host", b"")
         assert sent.tokens.hex() == "0100000002000000030000000400000005000000"
-        assert [rows.hex() for rows in sent.rows] == ["0000000005000000", "09000000010000000200000001000000"]
+        assert [[group.hex() for group in rows] for rows in sent.rows] == [
+            ["0000000005000000"],
+            ["09000000010000000200000001000000"],
+        ]
         assert 4.0 < sent.deadline_s <= 5.0
 
 
 def test_state_needs_a_position_and_a_slot(tmp_path: Path) -> None:
     with rig(tmp_path, (STATEFUL,)) as (daemon, _, engine, _):
-        engine.capture("chat", [1], range(1), 1, state_position=1).result()
-        assert daemon.expect(Capture).state_position == 1
-        for slot, position in ((0, -1), (0, 2), (2, 1), (-1, 1)):
+        engine.capture("chat", [1, 2, 3], range(3), checkpoints=[(2, 1), (3, 0)]).result()
+        sent = daemon.expect(Capture)
+        assert (sent.positions, sent.rows) == (
+            pack_numbers([2, 3]),
+            ((pack_rows([(0, 3)]), pack_rows([(1, 1), (0, 1)])),),
+        )
+        for checkpoints in (
+            [],
+            [(4, 0)],
+            [(0, 0)],
+            [(3, 2)],
+            [(3, -1)],
+            [(3, 0), (2, 1)],
+            [(2, 0), (2, 1)],
+            [(2, 1), (3, 1)],
+        ):
             with pytest.raises(UsageError):
-                engine.capture("chat", [1], range(1), slot, state_position=position)
+                engine.capture("chat", [1, 2, 3], range(3), checkpoints=checkpoints)
     assert len(daemon.of(Capture)) == 1
 
 
@@ -273,9 +291,21 @@ def test_another_version_is_refused_at_once(tmp_path: Path) -> None:
         with pytest.raises(ProtocolError, match="version 9"):
             Client.connect(tmp_path, deadline_s=5.0)
         daemon.script[Hello] = lambda request: [
-            Welcome(request.seq, 2, b"1" * 16, os.getpid(), "default", "", "", 1000, 256, parallel=True, admin=True)
+            Welcome(
+                request.seq,
+                PROTOCOL_VERSION + 1,
+                b"1" * 16,
+                os.getpid(),
+                "default",
+                "",
+                "",
+                1000,
+                256,
+                parallel=True,
+                admin=True,
+            )
         ]
-        with pytest.raises(ProtocolError, match="speaks version 2"):
+        with pytest.raises(ProtocolError, match=f"speaks version {PROTOCOL_VERSION + 1}"):
             Client.connect(tmp_path, deadline_s=5.0)
 
 

@@ -95,7 +95,7 @@ def test_an_engine_needs_a_stage() -> None:
 
 def test_probes_lie_at_both_ends_of_each_plane() -> None:
     layout = stage_layout((Plane(0, 32, 32, 4), Plane(1000, 8, 8, 1)), Plane(2000, 8, 8, 1), 256)
-    assert probe_offsets(layout, 2008) == [0, 112, 992, 1000]
+    assert probe_offsets(layout, 2008) == [0, 112, 992, 1000, 1992]
     assert probe_offsets(stage_layout((Plane(0, 8, 8, 1),), None, 256), 16) == [0]
     assert probe_offsets(stage_layout((Plane(0, 8, 8, 1),), None, 256), 15) == []
 

@@ -118,8 +118,8 @@ def test_the_state_of_a_slot_is_fenced_too(tmp_path: Path) -> None:
         daemon.script[Restore] = silence
         ticket = engine.restore("chat", range(4), slot=1)
         with pytest.raises(Busy, match="state of slot 1"):
-            engine.capture("chat", [1], range(10, 11), slot=1, state_position=1)
-        engine.capture("chat", [1], range(10, 11), slot=0, state_position=1).result()
+            engine.capture("chat", [1], range(10, 11), checkpoints=[(1, 1)])
+        engine.capture("chat", [1], range(10, 11), checkpoints=[(1, 0)]).result()
         daemon.say(restored(daemon.expect(Restore).seq))
         ticket.result()
 

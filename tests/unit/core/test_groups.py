@@ -1,0 +1,173 @@
+"""Row groups, windows and states at checkpoints, through the core."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from ipc.messages import Capture, Captured, CaptureJob, Failed, Found, Lookup, Reply, Restore, RestoreJob
+from shm.layout import Plane, RowGroup, StageLayout, StateGroup
+from shm.rows import pack_numbers, pack_rows
+from tests.support.core_harness import Harness, pack_tokens
+
+FULL = RowGroup((Plane(0, 64, 64, 4096),))
+WINDOW = RowGroup((Plane(262_144, 512, 512, 256, 16, 32),), window_tokens=100)
+STATES = (StateGroup((Plane(393_216, 4096, 4096, 8),)), StateGroup((Plane(425_984, 100, 128, 8),)))
+HYBRID = StageLayout((FULL,), STATES)
+WINDOWED = StageLayout((FULL, WINDOW))
+LINEAR = StageLayout((), STATES)
+
+
+@pytest.fixture
+def core(make_core: Callable[..., Harness]) -> Harness:
+    harness = make_core()
+    harness.connect()
+    return harness
+
+
+def rows_for(layout: StageLayout, tokens: int, slots: Sequence[int], first: int = 0) -> tuple[bytes, ...]:
+    rows = (pack_rows([(first // group.tokens_per_row, group.rows_for(tokens))]) for group in layout.groups)
+    return (*rows, *(pack_rows([(slot, 1) for slot in slots]) for _ in layout.states))
+
+
+def capture(
+    core: Harness, engine: int, layouts: Sequence[StageLayout], tokens: int, checkpoints: Sequence[tuple[int, int]] = ()
+) -> Reply:
+    slots = [slot for _, slot in checkpoints]
+    request = Capture(
+        core.next_seq(),
+        engine,
+        "a",
+        pack_tokens(range(tokens)),
+        tuple(rows_for(layout, tokens, slots) for layout in layouts),
+        0,
+        "host",
+        pack_numbers([position for position, _ in checkpoints]),
+    )
+    core.ask(1, request)
+    core.finish_all()
+    return core.final(1, request.seq)
+
+
+def restore(core: Harness, engine: int, layouts: Sequence[StageLayout], tokens: int, slot: int = 7) -> int:
+    rows = tuple(rows_for(layout, tokens, [slot], first=2048) for layout in layouts)
+    request = Restore(core.next_seq(), engine, "a", rows, slot, "host", tokens=tokens)
+    core.ask(1, request)
+    return request.seq
+
+
+def lookup(core: Harness, engine: int, tokens: Sequence[int]) -> Found:
+    request = Lookup(core.next_seq(), engine, pack_tokens(tokens))
+    (reply,) = core.ask(1, request)
+    assert isinstance(reply, Found)
+    return reply
+
+
+def test_a_hybrids_image_is_restored_at_its_checkpoints_only(core: Harness) -> None:
+    layouts = (HYBRID, LINEAR)
+    engine = core.register(layouts=layouts)
+    reply = capture(core, engine, layouts, 600, [(300, 2), (512, 3), (600, 1)])
+    assert isinstance(reply, Captured)
+    for tokens in (1, 299, 301, 599):
+        failure = core.failure(1, restore(core, engine, layouts, tokens))
+        assert failure.code == "no_checkpoint"
+        assert failure.detail == {"points": "300,512,600"}
+    seq = restore(core, engine, layouts, 512)
+    job = core.jobs("cpu:1")[0]
+    assert isinstance(job, RestoreJob)
+    assert (job.image_tokens, job.tokens, job.positions) == (600, 512, pack_numbers([300, 512, 600]))
+    assert job.rows == (pack_rows([(7, 1)]),) * 2
+    assert len(job.digests) == 16 * 6
+    core.finish_all()
+    assert core.final(1, seq).tokens == 512  # type: ignore[union-attr]
+
+
+def test_lookup_finds_the_last_checkpoint_within_the_common_prefix(core: Harness) -> None:
+    layouts = (HYBRID, LINEAR)
+    engine = core.register(layouts=layouts)
+    reply = capture(core, engine, layouts, 600, [(300, 2), (512, 3)])
+    assert isinstance(reply, Captured)
+    assert lookup(core, engine, range(700)).tokens == 512
+    assert lookup(core, engine, [*range(511), 9, 9]).tokens == 300
+    assert lookup(core, engine, range(300)).tokens == 300
+    assert lookup(core, engine, range(299)).match == "miss"
+    assert core.failure(1, restore(core, engine, layouts, 600)).code == "no_checkpoint"
+
+
+@pytest.mark.parametrize("checkpoints", [[], [(601, 0)], [(0, 0)], [(5, 0), (5, 1)], [(9, 0), (5, 1)], [(5, 8)]])
+def test_checkpoints_that_cannot_be(core: Harness, checkpoints: list[tuple[int, int]]) -> None:
+    engine = core.register(layouts=(HYBRID, LINEAR))
+    reply = capture(core, engine, (HYBRID, LINEAR), 600, checkpoints)
+    assert isinstance(reply, Failed)
+    assert reply.code in ("bad_state", "bad_rows")
+
+
+def test_a_windows_image_holds_what_the_window_holds(core: Harness) -> None:
+    engine = core.register(layouts=(WINDOWED, WINDOWED))
+    request_rows = rows_for(WINDOWED, 600, ())
+    assert request_rows[1] == pack_rows([(0, 7)])  # tokens 496 to 599, in blocks of 16
+    reply = capture(core, engine, (WINDOWED, WINDOWED), 600)
+    assert isinstance(reply, Captured)
+    assert reply.image_bytes == 2 * (600 * 64 + 7 * 512)
+    assert core.failure(1, restore(core, engine, (WINDOWED, WINDOWED), 590)).code == "no_checkpoint"
+    seq = restore(core, engine, (WINDOWED, WINDOWED), 600)
+    core.finish_all()
+    assert core.final(1, seq).tokens == 600  # type: ignore[union-attr]
+    assert lookup(core, engine, range(599)).match == "miss"
+    assert lookup(core, engine, range(700)).tokens == 600
+
+
+def test_a_window_that_has_not_passed_can_be_cut_anywhere(core: Harness) -> None:
+    engine = core.register(layouts=(WINDOWED, WINDOWED))
+    assert isinstance(capture(core, engine, (WINDOWED, WINDOWED), 100), Captured)
+    assert lookup(core, engine, [*range(37), 5]).tokens == 37
+    seq = restore(core, engine, (WINDOWED, WINDOWED), 37)
+    core.finish_all()
+    assert core.final(1, seq).tokens == 37  # type: ignore[union-attr]
+
+
+def test_the_longest_of_both_kinds_of_image_is_found(core: Harness) -> None:
+    engine = core.register(layouts=(WINDOWED, WINDOWED))
+    for name, tokens in (("short", 90), ("long", 600)):
+        rows = (rows_for(WINDOWED, tokens, ()),)
+        core.ask(1, Capture(core.next_seq(), engine, name, pack_tokens(range(tokens)), rows, 0, "host"))
+        core.finish_all()
+    assert (lookup(core, engine, range(600)).conversation, lookup(core, engine, range(600)).tokens) == ("long", 600)
+    assert (lookup(core, engine, range(599)).conversation, lookup(core, engine, range(599)).tokens) == ("short", 90)
+
+
+def test_groups_that_are_the_same_memory_share_their_fences(core: Harness) -> None:
+    pool = Plane(0, 512, 512, 64, 16, 32)
+    layout = StageLayout(
+        (RowGroup((pool,)), RowGroup((pool,), window_tokens=32)), (StateGroup((Plane(0, 500, 512, 64),)),)
+    )
+    engine = core.register(layouts=(layout, layout))
+
+    def ask(first: int, window: int, state: int) -> int:
+        rows = (tuple(pack_rows([(row, count)]) for row, count in ((first, 4), (window, 2), (state, 1))),)
+        request = Capture(core.next_seq(), engine, "a", pack_tokens(range(64)), rows, 0, "host", pack_numbers([64]))
+        core.ask(1, request)
+        return request.seq
+
+    assert core.failure(1, ask(0, 3, 10)).code == "bad_rows"
+    assert core.failure(1, ask(0, 5, 6)).code == "bad_rows"
+    ask(0, 4, 6)
+    job = core.jobs("cpu:0")[0]
+    assert isinstance(job, CaptureJob)
+    assert job.rows == tuple(pack_rows([run]) for run in ((0, 4), (4, 2), (6, 1)))
+
+
+def test_a_block_that_cannot_locate_tokens_is_not_cut_by_a_lookup(core: Harness) -> None:
+    blocks = StageLayout((RowGroup((Plane(0, 512, 512, 64, 16, 0),)),))
+    engine = core.register(layouts=(blocks, blocks))
+    assert isinstance(capture(core, engine, (blocks, blocks), 64), Captured)
+    assert lookup(core, engine, [*range(40), 0]).tokens == 32
+    assert lookup(core, engine, [*range(15), 0]).match == "miss"
+
+
+def test_with_windows_or_states_only_whole_units_are_captured(core: Harness) -> None:
+    layout = StageLayout((RowGroup((Plane(0, 512, 512, 64, 16, 0),), window_tokens=32),))
+    engine = core.register(layouts=(layout, layout))
+    reply = capture(core, engine, (layout, layout), 70)
+    assert isinstance(reply, Failed)
+    assert reply.code == "bad_tokens"
+    assert "multiple of 16" in reply.message
