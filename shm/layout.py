@@ -262,7 +262,7 @@ class _Placed(NamedTuple):
 
 
 def _shared_planes(groups: Sequence[RowGroup | StateGroup]) -> Iterator[tuple[_Placed, _Placed]]:
-    """Pairs of planes that share bytes, at least one of every set of planes that do.
+    """Pairs of planes that share bytes: at least one of every set of groups that do, and of every group whose own do.
 
     Planes may lie apart, or interleave: equal strides, and row r of each within the same stride. Anything else that
     overlaps would have row r of one plane in row s of another.
@@ -274,30 +274,36 @@ def _shared_planes(groups: Sequence[RowGroup | StateGroup]) -> Iterator[tuple[_P
         (_Placed(plane, g, p) for g, group in enumerate(groups) for p, plane in enumerate(group.planes)),
         key=lambda entry: entry.plane.offset_bytes,
     )
-    first = widest = placed[0]  # of the planes that overlap: the first one, and the one whose rows end last
+    first = placed[0]  # of the planes that overlap
+    widest: dict[int, _Placed] = {}  # of those, by group: the one whose rows end last
     end_bytes = first.plane.end_bytes
-    for entry in placed[1:]:
+    for entry in placed:
         plane = entry.plane
         if plane.offset_bytes >= end_bytes:
-            first = widest = entry
+            first, widest = entry, {}
         elif not _in_stride(first.plane, plane):
             raise LayoutError(
                 f"{entry.name} shares bytes with {first.name}: overlapping planes must have one row_stride_bytes, and "
                 "row r of each must lie within the same stride"
             )
-        else:
-            if plane.offset_bytes < widest.plane.offset_bytes + widest.plane.row_bytes:
-                yield entry, widest
-            if plane.offset_bytes + plane.row_bytes > widest.plane.offset_bytes + widest.plane.row_bytes:
-                widest = entry
+        for other in widest.values():
+            if plane.offset_bytes < _row_end(other.plane):
+                yield entry, other
+        if entry.group not in widest or _row_end(plane) > _row_end(widest[entry.group].plane):
+            widest[entry.group] = entry
         end_bytes = max(end_bytes, plane.end_bytes)
+
+
+def _row_end(plane: Plane) -> int:
+    """First byte after row 0."""
+    return plane.offset_bytes + plane.row_bytes
 
 
 def _in_stride(first: Plane, plane: Plane) -> bool:
     """Whether every row of `plane` lies within the stride that begins with the same row of `first`."""
     return (
         first.row_stride_bytes == plane.row_stride_bytes
-        and plane.offset_bytes + plane.row_bytes <= first.offset_bytes + first.row_stride_bytes
+        and _row_end(plane) <= first.offset_bytes + first.row_stride_bytes
     )
 
 

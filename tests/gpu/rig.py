@@ -16,7 +16,7 @@ from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_pla
 from shm.gpu_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, GpuRuntime
 from shm.layout import StageLayout
 from shm.process import start_ticks
-from shm.rows import pack_rows, runs_of
+from tests.support.layouts import packed_positions, packed_rows, positions
 from workers.cuda_device import CudaDevice
 from workers.cuda_memory import Counts
 from workers.cuda_pool import CudaPool, PoolMemory
@@ -146,7 +146,7 @@ class GpuRig:
     def places(self, layout: StageLayout, tokens: int, state_slot: int = -1) -> list[ChunkPlace]:
         """A place for every chunk, one extent each, filling the shuttles in order."""
         made: list[ChunkPlace] = []
-        for span in layout.chunks(tokens, (tokens,) if state_slot >= 0 else ()):
+        for span in layout.chunks(tokens, positions(tokens, state_slot)):
             size = granules_for(span.length_bytes) * GRANULE_BYTES
             index = next(n for n, at in enumerate(self._next) if at + size <= len(self.shuttles[n]))
             made.append(ChunkPlace(span.length_bytes, (Extent(index, self._next[index], size),)))
@@ -162,7 +162,9 @@ class GpuRig:
         self, pool: DevicePool, rows: Sequence[int], tokens: int, places: Sequence[ChunkPlace], state_slot: int = -1
     ) -> JobDone | JobFailed:
         """Run one capture job."""
-        job = CaptureJob(1, 1, pack_rows(runs_of(rows)), tokens, pack_places(places), False, state_slot)
+        points = packed_positions(tokens, state_slot)
+        packed = packed_rows(pool.layout, rows, state_slot)
+        job = CaptureJob(1, 1, packed, tokens, pack_places(places), False, points)
         return self._run(pool, job, LaneKind.CAPTURE)
 
     def restore(
@@ -177,8 +179,9 @@ class GpuRig:
         state_slot: int = -1,
     ) -> JobDone | JobFailed:
         """Run one restore job."""
-        packed = pack_rows(runs_of(rows))
-        job = RestoreJob(2, 1, packed, tokens, tokens, pack_places(places), digests, (algorithm,), False, state_slot)
+        points = packed_positions(tokens, state_slot)
+        packed = packed_rows(pool.layout, rows, state_slot)
+        job = RestoreJob(2, 1, packed, tokens, tokens, pack_places(places), digests, (algorithm,), False, points)
         return self._run(pool, job, LaneKind.RESTORE)
 
     def _run(self, pool: DevicePool, job: CaptureJob | RestoreJob, lane: LaneKind) -> JobDone | JobFailed:

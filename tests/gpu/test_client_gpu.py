@@ -14,6 +14,7 @@ from stratad.client import Client, StagePool
 from stratad.errors import UsageError
 from tests.support.client_rig import FINGERPRINT
 from tests.support.fake_daemon import FakeDaemon
+from tests.support.layouts import stage_layout
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -131,12 +132,11 @@ def test_what_cannot_be_exported_says_why() -> None:
 def test_expandable_segments_are_named() -> None:
     code = """
 import torch
-from shm.layout import Plane, StageLayout
-from tests.support.layouts import stage_layout
+from shm.layout import Plane, StageLayout, one_group
 from stratad._stages import export_stages
 from stratad.client import StagePool
 from stratad.errors import UsageError
-layout = stage_layout((Plane(0, 512, 512, 64),), None, 256)
+layout = StageLayout(one_group([Plane(0, 512, 512, 64)]))
 try:
     export_stages([StagePool("cuda:0", layout, torch.zeros(64 * 512, dtype=torch.uint8, device="cuda"))])
 except UsageError as error:

@@ -21,9 +21,8 @@ from ipc.messages import JobDone, JobFailed  # noqa: E402
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_places  # noqa: E402
 from shm.gpu_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, GpuError, GpuRuntime  # noqa: E402
 from shm.layout import Plane, StageLayout  # noqa: E402
-from shm.rows import pack_rows, runs_of  # noqa: E402
 from tests.gpu.rig import MIB, EngineProcess, GpuRig, gpu_uuid  # noqa: E402
-from tests.support.layouts import stage_layout  # noqa: E402
+from tests.support.layouts import packed_rows, positions, stage_layout  # noqa: E402
 from tests.support.wait import wait_until  # noqa: E402
 from workers.cuda_memory import Counts, SlotMemory  # noqa: E402
 from workers.cuda_pool import CudaPool  # noqa: E402
@@ -73,18 +72,25 @@ def rig() -> Iterator[GpuRig]:
 def model(memory: Array, layout: StageLayout, rows: list[int], tokens: int, slot: int) -> list[Array]:
     """Chunks by the host's own copies (proved against a byte model elsewhere)."""
 
-    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens, (tokens,) if slot >= 0 else ())]
-    rowmap = RowMap.parse(pack_rows(runs_of(rows)), layout.rows, layout.rows_for(tokens))
+    points = positions(tokens, slot)
+    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens, points)]
+    rowmaps = row_maps(layout, rows, slot)
     view = PoolView(memory, layout)
     found: list[Array] = []
-    for chunk in capture_chunks(layout, tokens, places, (tokens,) if slot >= 0 else ()):
+    for chunk in capture_chunks(layout, tokens, points, places):
         out = np.empty(chunk.span.length_bytes, np.uint8)
         at = 0
-        for piece in view.pieces(chunk, rowmap, slot):
+        for piece in view.pieces(chunk, rowmaps):
             piece.gather(out[at : at + piece.size_bytes])
             at += piece.size_bytes
         found.append(out)
     return found
+
+
+def row_maps(layout: StageLayout, rows: list[int], slot: int) -> tuple[RowMap, ...]:
+    """What the lanes make of the rows of an operation."""
+    packed = packed_rows(layout, rows, slot)
+    return tuple(RowMap.parse(entry, group.rows, 0) for entry, group in zip(packed, layout.all_groups, strict=True))
 
 
 def show(test: str, /, **values: object) -> None:
@@ -119,9 +125,9 @@ def test_known_answers(kernels: str) -> None:
 def test_capture_and_restore_equal_the_model(rig: GpuRig, name: str, order: str) -> None:
     layout, tokens, slot = LAYOUTS[name]
     random = np.random.default_rng(tokens)
-    rows = list(range(layout.rows_for(tokens)))
+    rows = list(range(layout.groups[0].rows_for(tokens)))
     if order == "shuffled":
-        rows = random.permutation(layout.rows).tolist()[: len(rows)]
+        rows = random.permutation(layout.groups[0].rows).tolist()[: len(rows)]
     data = random.integers(0, 256, layout.end_bytes, dtype=np.uint8)
     pool = rig.own_pool(layout, data)
     rig._next = [65536]
@@ -164,7 +170,7 @@ def test_one_flipped_bit_in_each_plane_is_damaged(rig: GpuRig) -> None:
         failed = rig.restore(pool, list(range(tokens)), tokens, places, done.digests)
         stored[at] ^= 1 << plane
         assert isinstance(failed, JobFailed)
-        assert (failed.code, failed.chunk, failed.rows_undefined) == ("damaged", 0, b"")
+        assert (failed.code, failed.chunk, failed.rows_undefined) == ("damaged", 0, ())
         assert not rig.read(pool).any()
     assert isinstance(rig.restore(pool, list(range(tokens)), tokens, places, done.digests), JobDone)
     pool.close()
@@ -185,7 +191,7 @@ def test_a_source_that_changes_is_noticed() -> None:
 @pytest.mark.parametrize("kernels", ["nvrtc", "torch"])
 def test_pool_of_another_process(tmp_path: Path, kernels: str) -> None:
     layout, tokens = paged_layout(), 3000
-    rows = np.random.default_rng(1).permutation(layout.rows).tolist()[: layout.rows_for(tokens)]
+    rows = np.random.default_rng(1).permutation(layout.groups[0].rows).tolist()[: layout.groups[0].rows_for(tokens)]
     engine = EngineProcess(layout.end_bytes, tmp_path)
     try:
         with GpuRig(slice_bytes=8 * MIB, kernels=kernels) as made:
@@ -210,7 +216,7 @@ def test_pool_of_another_process(tmp_path: Path, kernels: str) -> None:
             chunks = model(memory, layout, rows, tokens, -1)
             again = model(restored, layout, rows, tokens, -1)
             assert all(np.array_equal(a, b) for a, b in zip(again, chunks, strict=True))
-            other_rows = sorted(set(range(layout.rows)) - set(rows))
+            other_rows = sorted(set(range(layout.groups[0].rows)) - set(rows))
             for plane in layout.planes:
                 start = plane.offset_bytes + other_rows[0] * plane.row_stride_bytes
                 assert np.array_equal(
@@ -318,8 +324,9 @@ def test_speed_of_4_gib() -> None:
         show("page_lock", gib=9, seconds=time.perf_counter() - start_s)
         limit = link_limit(made)
         for name, layout in shapes.items():
-            tokens = rows if layout.tokens_per_row == 1 else 1024 * 16
-            order = np.random.default_rng(2).permutation(layout.rows)[: layout.rows_for(tokens)].tolist()
+            (group,) = layout.groups
+            tokens = rows if group.tokens_per_row == 1 else 1024 * 16
+            order = np.random.default_rng(2).permutation(group.rows)[: group.rows_for(tokens)].tolist()
             pool = made.own_pool(layout, None)
             torch.cuda.synchronize()
             made._next = [65536] * len(made.shuttles)
@@ -386,10 +393,11 @@ def kernel_rates(rig: GpuRig, pool: CudaPool, rows: list[int]) -> dict[str, floa
     """GB/s of each kernel over one slice of 64 MiB, alone on its stream."""
 
     layout = pool.layout
-    tokens = 64 * MIB // layout.row_bytes * layout.tokens_per_row
+    (group,) = layout.groups
+    tokens = 64 * MIB // group.row_bytes * group.tokens_per_row
     places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens)]
-    chunks = capture_chunks(layout, tokens, places)
-    work = SliceWork(pool, RowMap.parse(pack_rows(runs_of(rows)), layout.rows, 1), tuple(chunks), -1)
+    chunks = capture_chunks(layout, tokens, (), places)
+    work = SliceWork(pool, row_maps(layout, rows, -1), tuple(chunks))
     table = slice_table(work, layout)
     slot = SlotMemory(rig.runtime, Counts(), 64 * MIB, rig.cuda.kernels.move)
     loaded = LoadedSlice.of(pool, slot, table, rig.stream)
@@ -416,7 +424,7 @@ def kernel_rates(rig: GpuRig, pool: CudaPool, rows: list[int]) -> dict[str, floa
 def test_a_worker_process_on_the_gpu(tmp_path: Path) -> None:
     pytest.importorskip("zmq")
     pytest.importorskip("posix_ipc")
-    from ipc.messages import (  # noqa: PLC0415  # noqa: PLC0415
+    from ipc.messages import (  # noqa: PLC0415
         CaptureJob,
         Census,
         ClosePool,
@@ -464,7 +472,7 @@ def test_a_worker_process_on_the_gpu(tmp_path: Path) -> None:
             engine.ask("fill", seed=9)
             supervisor.ask(OpenPool(1, engine.stage(layout), engine.process.pid, engine.start_ticks), PoolOpened)
             places = places_in_order(layout, tokens)
-            rows = pack_rows([(0, tokens)])
+            rows = packed_rows(layout, range(tokens))
             engine.ask("busy", seconds=0.2)
             done = supervisor.ask(CaptureJob(1, 1, rows, tokens, pack_places(places), True), JobDone)
             engine.ask("fill", seed=10, keep=False)
@@ -476,7 +484,7 @@ def test_a_worker_process_on_the_gpu(tmp_path: Path) -> None:
             engine.ask("fill", seed=9)
             engine.ask("busy", seconds=0.0)
             expected = np.frombuffer(engine.read(), np.uint8)
-            end = layout.planes[-1].end_bytes
+            end = layout.groups[0].planes[-1].end_bytes
             assert np.array_equal(restored[:end], expected[:end])
             show("census", **supervisor.ask(TakeCensus(1), Census).resources)
             supervisor.ask(ClosePool(1), PoolClosed)

@@ -11,7 +11,6 @@ from ipc.messages import CaptureJob, CudaIpcPool, JobDone, JobFailed, RestoreJob
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_places
 from shm.gpu_runtime import GpuError, GpuRuntime
 from shm.layout import Plane, StageLayout
-from shm.rows import pack_rows
 from tests.support.layouts import packed_positions, packed_rows, positions, stage_layout
 from tests.unit.workers.fake_gpu import UUID, build_fake_gpu, fake_runtime
 from tests.unit.workers.rig import KEY, NEVER, model_chunk, paged_layout, slot_layout, written_bytes
@@ -134,7 +133,7 @@ def test_capture_and_restore(runtime: GpuRuntime, layout: StageLayout, tokens: i
     by_cpu = b"".join(
         gpu.digester.digest(XXH3, gpu.shuttle[p.extents[0].offset_bytes :][: p.length_bytes]) for p in places
     )
-    other = RestoreJob(3, 1, packed, tokens, tokens, pack_places(places), by_cpu, (XXH3,), False, slot)
+    other = RestoreJob(3, 1, packed, tokens, tokens, pack_places(places), by_cpu, (XXH3,), False, points)
     assert isinstance(lanes[LaneKind.RESTORE].run(plan_job(gpu.cuda, pool, other), NEVER), JobDone)
     gpu.shuttle[places[-1].extents[0].offset_bytes] ^= 4
     gpu.memory[:] = 7
@@ -153,7 +152,7 @@ def test_a_changing_source_fails_the_capture(runtime: GpuRuntime) -> None:
     device = FaultyDevice(gpu.cuda, {"flip_source": "1"})
     lane = Lane(LaneKind.CAPTURE, device.copier(LaneKind.CAPTURE))
     pool = device.open_pool(gpu.stage(), -1)
-    job = CaptureJob(1, 1, pack_rows([(0, 64)]), 64, pack_places(gpu.places(64)), False)
+    job = CaptureJob(1, 1, packed_rows(gpu.layout, range(64)), 64, pack_places(gpu.places(64)), False)
     failed = lane.run(plan_job(device, pool, job), NEVER)
     assert isinstance(failed, JobFailed)
     assert (failed.code, failed.chunk) == ("source_changed", 0)
@@ -166,7 +165,7 @@ def test_device_errors_become_reports(runtime: GpuRuntime, library: ctypes.CDLL)
     gpu = Gpu(runtime, slot_layout())
     lane = Lane(LaneKind.CAPTURE, gpu.cuda.copier(LaneKind.CAPTURE))
     pool = gpu.cuda.open_pool(gpu.stage(), -1)
-    job = CaptureJob(1, 1, pack_rows([(0, 64)]), 64, pack_places(gpu.places(64)), False)
+    job = CaptureJob(1, 1, packed_rows(gpu.layout, range(64)), 64, pack_places(gpu.places(64)), False)
     plan = plan_job(gpu.cuda, pool, job)
     for number, code, sticky in ((2, "out_of_memory", False), (1, "device_error", False), (700, "device_error", True)):
         library.fail_next(number)
@@ -284,7 +283,7 @@ def test_a_device_that_cannot_be_waited_for_is_lost(runtime: GpuRuntime, library
     gpu = Gpu(runtime, slot_layout())
     lane = Lane(LaneKind.CAPTURE, gpu.cuda.copier(LaneKind.CAPTURE))
     pool = gpu.cuda.open_pool(gpu.stage(), -1)
-    job = CaptureJob(1, 1, pack_rows([(0, 64)]), 64, pack_places(gpu.places(64)), False)
+    job = CaptureJob(1, 1, packed_rows(gpu.layout, range(64)), 64, pack_places(gpu.places(64)), False)
     library.fail_next(1)
     library.fail_next_sync(1)
     failed = lane.run(plan_job(gpu.cuda, pool, job), NEVER)
@@ -304,11 +303,11 @@ def test_copies_never_cross_two_registrations_and_chunks_outgrow_staging(runtime
     gpu.granule = LOCK_STEP_BYTES // GRANULE_BYTES - 10
     places = gpu.places(64)
     before = gpu.memory.tobytes()
-    job = CaptureJob(1, 1, pack_rows([(0, 64)]), 64, pack_places(places), False)
+    job = CaptureJob(1, 1, packed_rows(gpu.layout, range(64)), 64, pack_places(places), False)
     done = lanes[LaneKind.CAPTURE].run(plan_job(gpu.cuda, pool, job), NEVER)
     assert isinstance(done, JobDone), done
     gpu.memory[:] = 0
-    restore = RestoreJob(2, 1, pack_rows([(0, 64)]), 64, 64, pack_places(places), done.digests, (MLH,), False)
+    restore = RestoreJob(2, 1, job.rows, 64, 64, pack_places(places), done.digests, (MLH,), False)
     assert isinstance(lanes[LaneKind.RESTORE].run(plan_job(gpu.cuda, pool, restore), NEVER), JobDone)
     assert gpu.memory.tobytes() == before
     pool.close()

@@ -47,7 +47,7 @@ def test_ends_are_the_states_that_nothing_leaves() -> None:
 
 
 def chunk(number: int, length: int, rows: int = 1) -> ChunkWork:
-    return ChunkWork(number, ChunkSpan(False, 0, rows, 0, rows, length), ChunkPlace(length, ()), rows, 0)
+    return ChunkWork(number, ChunkSpan(0, False, 0, rows, 0, rows, length), ChunkPlace(length, ()), rows, 0)
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 100), st.integers(1, 8))

@@ -37,8 +37,8 @@ from ipc.messages import (
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_places
 from shm.layout import StageLayout
 from shm.memfd import create_pool
-from shm.rows import pack_rows
 from shm.shuttle import unlink
+from tests.support.layouts import packed_rows
 from tests.unit.workers.rig import slot_layout
 from tests.unit.workers.supervisor import SmallSupervisor, own_process
 from workers import exit_codes
@@ -111,12 +111,16 @@ def places_of(layout: StageLayout, tokens: int) -> bytes:
     return pack_places(places)
 
 
+def rows_of(layout: StageLayout, tokens: int) -> tuple[bytes, ...]:
+    return packed_rows(layout, range(tokens))
+
+
 def capture_job(layout: StageLayout, job: int, tokens: int = 64, *, poll_event: bool = False) -> CaptureJob:
-    return CaptureJob(job, 1, pack_rows([(0, tokens)]), tokens, places_of(layout, tokens), poll_event)
+    return CaptureJob(job, 1, rows_of(layout, tokens), tokens, places_of(layout, tokens), poll_event)
 
 
 def restore_job(layout: StageLayout, job: int, digests: bytes, tokens: int = 64) -> RestoreJob:
-    rows = pack_rows([(0, tokens)])
+    rows = rows_of(layout, tokens)
     return RestoreJob(job, 1, rows, tokens, tokens, places_of(layout, tokens), digests, ("xxh3-128",), False)
 
 
@@ -142,7 +146,7 @@ def test_a_conversation_goes_and_comes_back(
     pool.memory[:] = bytes(len(before))
     restored = supervisor.ask(restore_job(pool.layout, 8, done.digests), JobDone)
     assert restored.job == 8
-    for plane in pool.layout.planes:
+    for plane in pool.layout.groups[0].planes:
         for row in range(plane.rows):
             start = plane.offset_bytes + row * plane.row_stride_bytes
             assert pool.memory[start : start + plane.row_bytes] == before[start : start + plane.row_bytes]
@@ -171,7 +175,7 @@ def test_a_damaged_shuttle_writes_no_row(supervisor: SmallSupervisor, pool: Pool
         file.write(bytes([byte ^ 4]))
     pool.memory[:] = bytes(len(pool.memory))
     failed = supervisor.ask(restore_job(pool.layout, 2, done.digests), JobFailed)
-    assert (failed.code, failed.chunk, failed.rows_undefined) == ("damaged", 0, b"")
+    assert (failed.code, failed.chunk, failed.rows_undefined) == ("damaged", 0, ())
     assert not any(pool.memory[:])
 
 
@@ -290,7 +294,7 @@ def test_an_event_that_is_not_reached_in_time_ends_its_job_alone(
         "deadline",
         "the engine's event was not reached within 0.2 s",
     )
-    assert (failed.rows_undefined, failed.state_undefined, failed.sticky) == (b"", False, False)
+    assert (failed.rows_undefined, failed.sticky) == ((), False)
     assert supervisor.ask(TakeCensus(1), Census).resources["jobs"] == 1
     assert pool.memory[:] == before
     supervisor.send(CancelJob(3))
