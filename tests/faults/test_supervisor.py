@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from ipc.lifeline import Lifeline
+from ipc.messages import PROTOCOL_VERSION
 from stratad.errors import UsageError
 from stratad.paths import socket_paths
 from tests.support.daemon import DaemonProcess
@@ -77,7 +78,7 @@ def test_another_version_is_answered_with_both_before_the_connection_ends() -> N
             socket.send(msgpack.packb({"t": "hello", "seq": 5, "version": 99, "token": lifeline.token}))
             reply = msgpack.unpackb(socket.recv())
         assert (reply["code"], reply["seq"]) == ("wrong_version", 5)
-        assert "version 1, the client 99" in reply["message"]
+        assert f"version {PROTOCOL_VERSION}, the client 99" in reply["message"]
 
 
 def test_a_stop_before_the_first_worker_was_forked_is_a_clean_stop() -> None:

@@ -31,7 +31,7 @@ def paged_layout(blocks: int = 64, planes: int = 3, token_bytes: int = 48, block
 def token_bytes_of(layout: StageLayout, buffer: memoryview, rows: Sequence[int], tokens: int) -> list[bytes]:
     """What a stage holds for `tokens` tokens in `rows`, byte for byte, read in the plainest way: one entry a plane."""
     found: list[bytes] = []
-    for plane in layout.planes:
+    for plane in layout.groups[0].planes:
         parts: list[bytes] = []
         for token in range(tokens):
             row, inside = rows[token // plane.tokens_per_row], token % plane.tokens_per_row
