@@ -139,7 +139,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """One registered engine. `marks` counts slots by mark."""
+    """One registered engine. `marks` counts slots by mark; `transits` are its transit images, of `transit_bytes` in
+    whole granules.
+    """
 
     engine_id: int
     namespace: str
@@ -151,6 +153,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     fingerprint_fields: dict[str, str]
     ops: int
     marks: dict[str, int]
+    transits: int = 0
+    transit_bytes: int = 0
 
 
 class OpInfo(msgspec.Struct, frozen=True):

@@ -102,6 +102,8 @@ def engine_info(state: State, engine: Engine) -> EngineInfo:
         engine.fingerprint,
         engine.ops,
         marks,
+        len(engine.transits),
+        sum(chunk.granule_bytes for image in engine.transits.values() for chunk in image.chunks()),
     )
 
 

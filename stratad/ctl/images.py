@@ -60,6 +60,7 @@ def _detail_lines(detail: ImageDetail, now_unix_s: float) -> list[str]:
         f"tokens {image.tokens}, stages {image.stages}, chunks {image.chunks}, "
         f"{human_bytes(image.image_bytes)} in {human_bytes(image.stored_bytes)} "
         f"({human_bytes(image.exclusive_bytes)} of its own)",
+        *([f"states at tokens {', '.join(map(str, image.checkpoints))}"] if image.checkpoints else []),
         f"captured {human_age(now_unix_s - image.created_unix_s)} ago, "
         f"used {human_age(now_unix_s - image.used_unix_s)} ago, "
         f"restored {'once' if image.restores == 1 else f'{image.restores} times'}",
@@ -70,7 +71,7 @@ def _detail_lines(detail: ImageDetail, now_unix_s: float) -> list[str]:
     rows = (
         (
             str(chunk.stage),
-            "state" if chunk.is_state else "rows",
+            f"{'state' if chunk.is_state else 'rows'} {chunk.group}",
             str(chunk.token_count),
             human_bytes(chunk.length_bytes),
             str(chunk.references),
@@ -80,7 +81,7 @@ def _detail_lines(detail: ImageDetail, now_unix_s: float) -> list[str]:
         )
         for chunk in detail.chunks
     )
-    return lines + table(("stage", "kind", "tokens", "bytes", "references", "algorithm", "digest", "place"), rows)
+    return lines + table(("stage", "group", "tokens", "bytes", "references", "algorithm", "digest", "place"), rows)
 
 
 def _extents(chunk: ChunkInfo) -> list[dict[str, str | int]]:
@@ -104,6 +105,7 @@ def _detail_data(detail: ImageDetail) -> JsonObject:
         "chunks": [
             {
                 "stage": chunk.stage,
+                "group": chunk.group,
                 "is_state": chunk.is_state,
                 "token_count": chunk.token_count,
                 "length_bytes": chunk.length_bytes,

@@ -157,10 +157,11 @@ def _engines(stats: StatsReply) -> list[str]:
             " ".join(engine.stages),
             str(engine.ops),
             " ".join(f"{mark}={count}" for mark, count in sorted(engine.marks.items())) or "-",
+            f"{engine.transits} ({human_bytes(engine.transit_bytes)})" if engine.transits else "-",
         )
         for engine in stats.engines
     )
-    return table(("engine", "name", "namespace", "pid", "uid", "stages", "ops", "marks"), rows)
+    return table(("engine", "name", "namespace", "pid", "uid", "stages", "ops", "marks", "in transit"), rows)
 
 
 def _ops(stats: StatsReply) -> list[str]:
