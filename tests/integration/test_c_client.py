@@ -116,6 +116,7 @@ def test_it_is_refused_with_codes_and_served_on(program: Path, clean: DaemonProc
     stats = client.stats()
     assert (stats.pid, stats.health, stats.engines, stats.ops) == (clean.pid, "ok", (), ())
     assert all(worker.deaths == 0 for worker in stats.workers)
+    assert "captures_failed" not in stats.counters  # refused before any worker was asked
 
 
 def test_without_a_daemon_it_names_the_step(program: Path, tmp_path: Path) -> None:
