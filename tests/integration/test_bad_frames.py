@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from ipc.lifeline import Lifeline
+from ipc.messages import PROTOCOL_VERSION
 from stratad.client import Client
 from stratad.paths import socket_paths
 from tests.support.daemon import DaemonProcess
@@ -80,14 +81,14 @@ def test_an_unknown_op_is_named_with_its_seq(raw: zmq.Socket[bytes]) -> None:
 
 def test_nothing_without_a_lifeline(raw: zmq.Socket[bytes]) -> None:
     assert answer(raw, msgpack.packb({"t": "stats", "seq": 1}))["code"] == "hello_first"
-    hello = {"t": "hello", "seq": 2, "version": 1, "token": b"x" * 16}
+    hello = {"t": "hello", "seq": 2, "version": PROTOCOL_VERSION, "token": b"x" * 16}
     assert answer(raw, msgpack.packb(hello))["code"] == "hello_first"
 
 
 def test_a_token_is_good_for_one_peer(daemon: DaemonProcess, raw: zmq.Socket[bytes]) -> None:
     paths = socket_paths(daemon.run_dir, daemon.instance)
     with Lifeline.connect(paths.life, 5.0) as lifeline:
-        hello = msgpack.packb({"t": "hello", "seq": 2, "version": 1, "token": lifeline.token})
+        hello = msgpack.packb({"t": "hello", "seq": 2, "version": PROTOCOL_VERSION, "token": lifeline.token})
         assert answer(raw, hello)["t"] == "welcome"
         with zmq.Context() as context, context.socket(zmq.DEALER) as second:
             second.linger = 0
@@ -99,7 +100,7 @@ def test_a_token_is_good_for_one_peer(daemon: DaemonProcess, raw: zmq.Socket[byt
 def test_a_peer_that_persists_is_dropped(daemon: DaemonProcess, raw: zmq.Socket[bytes], client: Client) -> None:
     paths = socket_paths(daemon.run_dir, daemon.instance)
     with Lifeline.connect(paths.life, 5.0) as lifeline:
-        hello = msgpack.packb({"t": "hello", "seq": 2, "version": 1, "token": lifeline.token})
+        hello = msgpack.packb({"t": "hello", "seq": 2, "version": PROTOCOL_VERSION, "token": lifeline.token})
         assert answer(raw, hello)["t"] == "welcome"
         for _ in range(16):
             assert answer(raw, b"\xc1")["code"] == "bad_frame"
