@@ -127,6 +127,7 @@ class Catalog:
     images: dict[int, Image] = field(default_factory=dict)
     chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)
     evictions: int = 0
+    token_bytes: int = 0  # of all images
     _by_name: dict[tuple[str, str], OrderedDict[str, Image]] = field(default_factory=dict)
     _recency: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _prefixes: PrefixIndex = field(default_factory=PrefixIndex)
@@ -279,6 +280,7 @@ class Catalog:
             image.pinned = previous.pinned
             self.drop(previous)
         self.images[image.image_id] = image
+        self.token_bytes += len(image.tokens)
         self._recency[image.image_id] = None
         self._by_name.setdefault((scope.namespace, draft.conversation), OrderedDict())[scope.fingerprint] = image
         self._prefixes.add(scope, image.tokens, image.image_id)
@@ -345,6 +347,7 @@ class Catalog:
     def drop(self, image: Image) -> None:
         """Remove an image. Its name is free at once; its extents as soon as no operation reads them."""
         del self.images[image.image_id]
+        self.token_bytes -= len(image.tokens)
         del self._recency[image.image_id]
         names = self._by_name[image.scope.namespace, image.conversation]
         del names[image.scope.fingerprint]
@@ -419,6 +422,7 @@ class Catalog:
         for worker, arena in self.arenas.items():
             arena.validate(live[worker])
         assert set(self._recency) == set(self.images)
+        assert self.token_bytes == sum(len(image.tokens) for image in self.images.values())
         assert sum(len(names) for names in self._by_name.values()) == len(self.images)
         assert len(self._prefixes) == sum(1 for image in self.images.values() if not image.damaged)
         assert self.used_bytes <= self.budget_bytes
