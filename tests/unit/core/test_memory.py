@@ -1,6 +1,8 @@
 """The memory monitor: rounds, what is explained, who is watched, and one warning an episode."""
 
 import dataclasses
+import os
+import tracemalloc
 from collections.abc import Callable
 from typing import cast
 
@@ -22,7 +24,7 @@ from ipc.messages import (
     Unregister,
 )
 from stratad.core.effects import Effect, LogLine, SampleMemory, SendTo, SpawnWorker
-from stratad.core.memory import BATCH, SUPERVISOR, TEMPLATE
+from stratad.core.memory import BATCH, CHUNK_RECORD_BYTES, IMAGE_RECORD_BYTES, SUPERVISOR, TEMPLATE
 from stratad.core.memory_ring import series_bytes
 from stratad.core.memory_tracks import (
     PROCESS_LIMIT,
@@ -295,6 +297,35 @@ def test_the_supervisors_records_are_explained(core: Harness) -> None:
     chunks = len(core.core.state.catalog.chunks)
     assert found["catalog/anon"] == (chunks * 600 + 1000, chunks * 600 + 1000)
     assert found["samples/anon"][1] == 5 * series_bytes(SETTINGS.keep)
+
+
+@pytest.mark.parametrize(("images", "tokens"), [(400, 200), (100, 4000)], ids=["small", "large"])
+def test_the_estimate_of_a_record_is_near_what_one_takes(make_core: MakeCore, images: int, tokens: int) -> None:
+    core = make_core(
+        1, memory=SETTINGS, budget_bytes=2**40, budget_images=10**6, shuttle_bytes=2**30, arena_bytes=2**38
+    )
+    core.connect()
+    engine = core.register(stages=1)
+    core.content = lambda _stage, _chunk: os.urandom(16)
+    catalog = core.core.state.catalog
+
+    def publish(first: int, count: int) -> None:
+        for number in range(first, first + count):
+            core.capture(engine, f"conversation {number}", [number] * tokens)
+            core.finish_all()
+            core.replies.clear()
+            core.effects.clear()
+
+    publish(0, 10)
+    chunks, token_bytes = len(catalog.chunks), catalog.token_bytes
+    tracemalloc.start()
+    try:
+        publish(10, images)
+        took_bytes = tracemalloc.get_traced_memory()[0] - (catalog.token_bytes - token_bytes)
+    finally:
+        tracemalloc.stop()
+    estimate = (len(catalog.chunks) - chunks) * CHUNK_RECORD_BYTES + images * IMAGE_RECORD_BYTES
+    assert 0.7 < took_bytes / estimate < 1.4
 
 
 def test_dropped_records_explain_what_the_allocator_keeps(core: Harness) -> None:
