@@ -180,6 +180,83 @@ class ProcessMemory(msgspec.Struct, frozen=True):
     shmem_bytes: int
 
 
+class MemoryTerm(msgspec.Struct, frozen=True):
+    """One explained part of a process's resident memory. `part` is ``anon``, ``shmem`` or ``file``.
+
+    `bytes` is what it explains: the least of `bound_bytes` and what is resident of that part. `basis` says what the
+    bound is worth: ``counted`` (made and touched by us), ``at most`` (mapped or reserved, perhaps never touched),
+    ``measured`` (read from the kernel) or ``estimate``.
+    """
+
+    name: str
+    part: str
+    bytes: int
+    bound_bytes: int
+    basis: str
+
+
+class MemorySeries(msgspec.Struct, frozen=True):
+    """Samples of one process, oldest first, thinned out to a limit; Unix seconds and bytes."""
+
+    time_unix_s: tuple[float, ...]
+    resident_bytes: tuple[int, ...]
+    anon_bytes: tuple[int, ...]
+    shmem_bytes: tuple[int, ...]
+    explained_bytes: tuple[int, ...]
+
+
+class MemoryProcess(msgspec.Struct, frozen=True):
+    """One process at its last sample: resident = sum of `terms` + `residual_bytes`.
+
+    `judged`: whether a residual above `tolerance_bytes` leads to a warning (not for engines, whose memory is their own
+    business, nor before the baseline is known). First, least, most and slopes are over the `samples` that are kept; a
+    slope is bytes an hour, None while they span too little time.
+    """
+
+    role: str
+    name: str
+    pid: int
+    start_ticks: int
+    age_s: float
+    resident_bytes: int
+    anon_bytes: int
+    shmem_bytes: int
+    file_bytes: int
+    terms: tuple[MemoryTerm, ...]
+    residual_bytes: int
+    tolerance_bytes: int
+    judged: bool
+    samples: int
+    window_s: float
+    first_bytes: int
+    least_bytes: int
+    most_bytes: int
+    slope_bytes_per_hour: float | None
+    residual_slope_bytes_per_hour: float | None
+    series: MemorySeries
+
+
+class MemoryArena(msgspec.Struct, frozen=True):
+    """The arena of one worker: bytes of its shuttles, and of their granules in use and free."""
+
+    worker: str
+    reserved_bytes: int
+    used_bytes: int
+    free_bytes: int
+
+
+class MemoryWarning(msgspec.Struct, frozen=True):
+    """What is resident in a process and what is accounted for part: since when, and the numbers of the last sample."""
+
+    process: str
+    pid: int
+    since_unix_s: float
+    resident_bytes: int
+    explained_bytes: int
+    residual_bytes: int
+    tolerance_bytes: int
+
+
 # --- client to daemon ------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +450,16 @@ class Stats(Message, frozen=True, tag="stats"):
     seq: int
 
 
+class Memory(Message, frozen=True, tag="memory"):
+    """What every process of the daemon has resident and what of it is explained, at the last sample; with `history`
+    also up to `limit` of its samples.
+    """
+
+    seq: int
+    history: bool = False
+    limit: int = 120
+
+
 class ListImages(Message, frozen=True, tag="list"):
     """Published images of one namespace, or of all that the caller may see (empty name), in order of their id."""
 
@@ -421,6 +508,7 @@ Request: TypeAlias = (
     | Clear
     | Pin
     | Stats
+    | Memory
     | ListImages
     | Show
     | Cancel
@@ -544,6 +632,27 @@ class StatsReply(Message, frozen=True, tag="stats_reply"):
     memory: tuple[ProcessMemory, ...]
     counters: dict[str, int]
     settings: dict[str, str]
+    memory_warnings: tuple[MemoryWarning, ...] = ()
+
+
+class MemoryReply(Message, frozen=True, tag="memory_reply"):
+    """Answer to `Memory`. `keep` samples a process are kept, taken every `sample_s`; they take `samples_bytes` now and
+    `samples_bound_bytes` at most. `unwatched` processes were too many to be sampled or to be sent. The last round of
+    samples took the supervisor `round_s`, and one wake-up of it never more than `longest_s`.
+    """
+
+    seq: int
+    now_unix_s: float
+    sample_s: float
+    keep: int
+    samples_bytes: int
+    samples_bound_bytes: int
+    unwatched: int
+    round_s: float
+    longest_s: float
+    processes: tuple[MemoryProcess, ...]
+    arenas: tuple[MemoryArena, ...]
+    warnings: tuple[MemoryWarning, ...]
 
 
 class Images(Message, frozen=True, tag="images"):
@@ -605,6 +714,7 @@ Reply: TypeAlias = (
     | Copied
     | Found
     | StatsReply
+    | MemoryReply
     | Images
     | ImageDetail
     | Failed

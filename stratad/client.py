@@ -34,6 +34,8 @@ from ipc.messages import (
     ImageInfo,
     Images,
     ListImages,
+    Memory,
+    MemoryReply,
     Pin,
     Registered,
     Restored,
@@ -65,6 +67,7 @@ __all__ = [
     "ImageInfo",
     "MarkName",
     "Match",
+    "MemoryReply",
     "Restored",
     "StagePool",
     "StatsReply",
@@ -236,6 +239,14 @@ class Client:
     async def stats_async(self, *, deadline_s: float | None = None) -> StatsReply:
         """`stats` for coroutines."""
         return await self.wait_async(self._stats_call(deadline_s), StatsReply)
+
+    def memory(self, *, history: int = 0, deadline_s: float | None = None) -> MemoryReply:
+        """What every process of the daemon has resident and what of it is explained; with up to `history` samples."""
+        return self.wait(self._memory_call(history, deadline_s), MemoryReply)
+
+    async def memory_async(self, *, history: int = 0, deadline_s: float | None = None) -> MemoryReply:
+        """`memory` for coroutines."""
+        return await self.wait_async(self._memory_call(history, deadline_s), MemoryReply)
 
     def list_images(self, namespace: str = "", *, deadline_s: float | None = None) -> list[ImageInfo]:
         """All published images of a namespace, or of all that this user may see, in order of their ids."""
@@ -454,6 +465,10 @@ class Client:
 
     def _stats_call(self, deadline_s: float | None) -> Call:
         return Call("stats", lambda _, seq: Stats(seq), StatsReply, self.until_s(deadline_s), retry=True)
+
+    def _memory_call(self, history: int, deadline_s: float | None) -> Call:
+        until_s = self.until_s(deadline_s)
+        return Call("memory", lambda _, seq: Memory(seq, history > 0, history), MemoryReply, until_s, retry=True)
 
     def _list_call(self, namespace: str, seen: Sequence[ImageInfo], until_s: float) -> Call:
         after = seen[-1].image_id if seen else 0

@@ -100,6 +100,18 @@ class RestartsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     give_up_after: Annotated[int, Meta(ge=1, le=1000)] = 8
 
 
+class MemoryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The memory monitor. A process whose residual (what is resident and not explained) stays above
+    `residual_warn_bytes` plus 5 % of its baseline for `warn_after` samples in a row is told in the log, once.
+    """
+
+    sample_s: Annotated[float, Meta(ge=0.05, le=86400)] = 5.0
+    # A sample takes 40 bytes; at the bound that is 51 MB for the 64 processes that are watched at most.
+    keep: Annotated[int, Meta(ge=2, le=20_000)] = 720
+    residual_warn_bytes: Annotated[int, Meta(ge=MIB, le=2**50)] = 64 * MIB
+    warn_after: Annotated[int, Meta(ge=1, le=10_000)] = 3
+
+
 class TestingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For tests only. `worker_faults`: ``worker[#generation]/fault=when,...`` (see `workers.faulty`)."""
 
@@ -123,6 +135,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     restarts: RestartsConfig = RestartsConfig()
+    memory: MemoryConfig = MemoryConfig()
     log: LogConfig = LogConfig()
     testing: TestingConfig = TestingConfig()
     print_config: bool = False

@@ -21,6 +21,7 @@ from shm.shuttle import MOUNT
 from stratad import topology
 from stratad.config import Config
 from stratad.core.core import Core
+from stratad.core.memory_tracks import MemorySettings
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
 from stratad.keys import load_digest_key
@@ -159,6 +160,9 @@ def _settings(config: Config, devices: list[DeviceSpec]) -> Settings:
         job_floor_s=config.deadlines.job_floor_s,
         link_floor_bytes_per_s=config.deadlines.link_floor_bytes_per_s,
         restarts=RestartPolicy(restarts.backoff_first_s, restarts.backoff_cap_s, restarts.give_up_after),
+        memory=MemorySettings(
+            config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after
+        ),
         shown=(
             ("copy.parallel", str(config.copy.parallel).lower()),
             ("copy.chunk_tokens", str(config.copy.chunk_tokens)),

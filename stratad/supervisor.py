@@ -1,5 +1,6 @@
 """The only poll loop of the daemon: sockets and processes in, the core's effects out."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -42,10 +43,12 @@ from stratad.core.effects import (
     KillWorker,
     LogLine,
     ReplyTo,
+    SampleMemory,
     SendTo,
     SpawnWorker,
     UnlinkSegment,
 )
+from stratad.core.memory_tracks import Reading, Role, Target
 from stratad.core.state import Instant
 from stratad.processes import Processes
 
@@ -479,6 +482,8 @@ class Supervisor:
                     self._kill(effect)
                 case UnlinkSegment():
                     unlink(effect.segment)
+                case SampleMemory():
+                    self._sample_memory(effect)
                 case DropClient():
                     self._dropped.append(effect.client)
                 case _:
@@ -523,6 +528,21 @@ class Supervisor:
         elif sent is Sent.FULL:
             log.warning("client dropped: it does not read", extra=fields(client=client, pid=link.lifeline.peer.pid))
             self._drop_client(link)
+
+    def _sample_memory(self, effect: SampleMemory) -> None:
+        start_s = time.monotonic()
+        found: list[tuple[Target, Reading | None]] = []
+        for target in effect.targets:
+            with contextlib.suppress(OSError):  # no descriptor to read with: the next round tries again
+                found.append((target, self._read_memory(target)))
+        self._event(functools.partial(self._core.sampled, found))
+        self._core.state.memory.note_cost(time.monotonic() - start_s)
+
+    def _read_memory(self, target: Target) -> Reading | None:
+        if target.role is not Role.TEMPLATE:
+            return ledger.read_parts(target.pid)
+        template = self._processes.template
+        return ledger.read_parts(template.pid, settled=template.ready is not None) if template is not None else None
 
     def _members(self) -> list[ledger.Member]:
         members = [ledger.Member("supervisor", os.getpid())]

@@ -16,6 +16,7 @@ fault                 what happens
 ``slow_pool_s``       every pool takes that many seconds more to open
 ``boot_error``        the self test fails (any value)
 ``slow_copy_s``       every slice takes that many seconds more
+``leak_bytes``        the first copy leaves that many touched bytes that nobody accounts for
 ===================== ====================================================================================
 
 A copy is one slice of one lane, counted from 1 since the start. ``3`` strikes once, ``3+`` from then on. With
@@ -45,6 +46,7 @@ FAULTS: Final = frozenset(
         "shuttle_error",
         "pool_error",
         "boot_error",
+        "leak_bytes",
         "slow_copy_s",
         "slow_pool_s",
     }
@@ -61,6 +63,12 @@ class _Faults:
             if prefix in ("", lane.value):
                 self._orders[rest] = when
         self.copies = 0
+        self._leaked = b""
+
+    def leak(self) -> None:
+        """Leak, once."""
+        if not self._leaked:
+            self._leaked = b"\1" * int(self._orders.get("leak_bytes", "0"))  # zeros would not be touched
 
     def strikes(self, fault: str, copy: int) -> bool:
         """Whether the fault strikes this copy."""
@@ -173,6 +181,7 @@ class FaultyCopier:
     def _strike(self) -> None:
         faults = self._faults
         faults.copies += 1
+        faults.leak()
         if faults.slow_copy_s:
             time.sleep(faults.slow_copy_s)
         if faults.strikes("copy_error", faults.copies):

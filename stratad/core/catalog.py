@@ -144,6 +144,7 @@ class Catalog:
     transits: dict[int, Image] = field(default_factory=dict)
     chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)
     evictions: int = 0
+    token_bytes: int = 0  # of all images
     _by_name: dict[tuple[str, str], OrderedDict[str, Image]] = field(default_factory=dict)
     _recency: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _prefixes: PrefixIndex = field(default_factory=PrefixIndex)  # of images that can be restored to any length
@@ -304,6 +305,7 @@ class Catalog:
             image.pinned = previous.pinned
             self.drop(previous)
         self.images[image.image_id] = image
+        self.token_bytes += len(image.tokens)
         self._recency[image.image_id] = None
         self._by_name.setdefault((scope.namespace, draft.conversation), OrderedDict())[scope.fingerprint] = image
         self._index(image)
@@ -389,6 +391,7 @@ class Catalog:
     def drop(self, image: Image) -> None:
         """Remove an image. Its name is free at once; its extents as soon as no operation reads them."""
         del self.images[image.image_id]
+        self.token_bytes -= len(image.tokens)
         del self._recency[image.image_id]
         names = self._by_name[image.scope.namespace, image.conversation]
         del names[image.scope.fingerprint]
@@ -471,6 +474,7 @@ class Catalog:
         for worker, arena in self.arenas.items():
             arena.validate(live[worker])
         assert set(self._recency) == set(self.images)
+        assert self.token_bytes == sum(len(image.tokens) for image in self.images.values())
         assert sum(len(names) for names in self._by_name.values()) == len(self.images)
         found = [image for image in self.images.values() if not image.damaged]
         assert len(self._prefixes) == sum(image.points is None for image in found)

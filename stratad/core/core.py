@@ -5,7 +5,7 @@ waits, and a request that cannot be served becomes a coded reply at one border, 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ipc.messages import (
     Census,
@@ -26,11 +26,12 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
-from stratad.core import arenas, jobs, queue, registration, service
+from stratad.core import arenas, jobs, memory, queue, registration, service
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
 from stratad.core.failures import Refusal
+from stratad.core.memory_tracks import Reading, Role, Target
 from stratad.core.ops import RUNNING, OpState
 from stratad.core.state import ClientRecord, Instant, Settings, State, Worker, WorkerState
 
@@ -70,6 +71,7 @@ class Core:
         queue.expire(state)
         registration.expire(state)
         service.answer_stats(state, late=True)
+        memory.tick(state)
         for client in state.clients.values():
             if not client.greeted and client.hello_by_s <= state.now_s:
                 state.out.append(DropClient(client.client))
@@ -84,6 +86,7 @@ class Core:
     def _exact_due_s(self) -> float:
         state = self.state
         due: list[float] = [request.deadline_s for request in state.stats_requests]
+        due.append(state.memory.due_s)
         for worker in state.workers.values():
             if worker.state is WorkerState.DEAD and not state.stopping:
                 due.append(worker.next_start_s)
@@ -95,6 +98,12 @@ class Core:
         due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
         due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
         return min(due, default=math.inf)
+
+    def sampled(self, found: Sequence[tuple[Target, Reading | None]], at: Instant) -> list[Effect]:
+        """What `SampleMemory` asked for was read; None: the process is gone or hidden."""
+        state = self._begin(at)
+        memory.sampled(state, found)
+        return self._end()
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
@@ -191,6 +200,7 @@ class Core:
             case PoolFailed():
                 registration.pool_failed(state, report)
             case Census():
+                worker.counted = max(worker.counted, report.census)
                 if report.census == worker.census:
                     worker.resources = report.resources
                     for request in state.stats_requests:
@@ -223,6 +233,7 @@ class Core:
             generation=worker.generation,
             start_s=round(report.start_s, 3),
         )
+        memory.worker_ready(state, worker)
         arenas.tend(state, worker, self._needed_shuttles(worker))
         registration.worker_ready(state, worker)
 
@@ -260,6 +271,8 @@ class Core:
         arenas.drop_half_made(state, worker)
         worker.ready = None
         worker.resources = {}
+        worker.counted = worker.census
+        memory.forget(state, (Role.WORKER, name))
         if state.stopping:
             worker.state = WorkerState.STOPPED
         elif delay_s is None:
@@ -359,6 +372,7 @@ class Core:
             assert worker.job_bytes == sum(op.stages[stage].job_bytes for op, stage in worker.jobs.values())
             assert set(worker.arena.shuttles) == set(worker.sizes)
             assert not worker.jobs or worker.state in (WorkerState.READY, WorkerState.KILLED)
+        memory.validate(state)
         self._validate_fences(state.ops.keys())
         for engine in state.engines.values():
             assert engine.ops == sum(1 for op in state.ops.values() if op.engine_id == engine.engine_id)

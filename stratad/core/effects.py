@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ipc.messages import Command, Reply
+from stratad.core.memory_tracks import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,13 @@ class UnlinkSegment:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleMemory:
+    """Read what these processes have resident; told by `sampled`, in the same turn."""
+
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DropClient:
     """Close a client's lifeline; it has been told why."""
 
@@ -91,6 +99,7 @@ Effect: TypeAlias = (
     | SpawnWorker
     | KillWorker
     | UnlinkSegment
+    | SampleMemory
     | DropClient
     | LogLine
 )

@@ -17,6 +17,7 @@ from ipc.messages import (
     ListImages,
     Lookup,
     Mark,
+    Memory,
     Pin,
     Register,
     Release,
@@ -32,7 +33,7 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import jobs, queue, registration, views
+from stratad.core import jobs, memory_view, queue, registration, views
 from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
@@ -64,15 +65,7 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case Lookup():
             _lookup(state, client, request)
         case Mark():
-            engine = engine_of(state, client, request.engine_id)
-            if request.mark not in MARKS or not 0 <= request.slot < SLOT_LIMIT:
-                raise Refusal(
-                    "bad_value",
-                    f"mark must be one of {', '.join(MARKS)} and slot 0..{SLOT_LIMIT - 1}, got "
-                    f"{request.mark[:20]!r} for slot {request.slot}",
-                )
-            engine.marks[request.slot] = request.mark
-            state.reply(client.client, Done(request.seq))
+            _mark(state, client, request)
         case Drop():
             _drop(state, client, request)
         case Clear():
@@ -94,6 +87,9 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             _cancel(state, client, request)
         case Stats():
             _stats(state, client, request)
+        case Memory():
+            visible = _visible(state, client)
+            state.reply(client.client, memory_view.memory_reply(state, request, client.client, visible))
         case ListImages():
             _list(state, client, request)
         case Show():
@@ -152,6 +148,18 @@ def _named(state: State, client: ClientRecord, namespace: str, conversation: str
             f"no image of conversation {conversation[:80]!r} in namespace {namespace[:80]!r}",
         )
     return images
+
+
+def _mark(state: State, client: ClientRecord, request: Mark) -> None:
+    engine = engine_of(state, client, request.engine_id)
+    if request.mark not in MARKS or not 0 <= request.slot < SLOT_LIMIT:
+        raise Refusal(
+            "bad_value",
+            f"mark must be one of {', '.join(MARKS)} and slot 0..{SLOT_LIMIT - 1}, got "
+            f"{request.mark[:20]!r} for slot {request.slot}",
+        )
+    engine.marks[request.slot] = request.mark
+    state.reply(client.client, Done(request.seq))
 
 
 def _lookup(state: State, client: ClientRecord, request: Lookup) -> None:
@@ -264,9 +272,13 @@ def answer_stats(state: State, *, late: bool) -> None:
             waiting.append(request)
         else:
             client = state.clients[request.client]
-            visible = frozenset(name for name in _namespaces(state) if _may_touch(state, client, name))
+            visible = _visible(state, client)
             state.reply(request.client, views.stats(state, request.seq, request.client, visible))
     state.stats_requests = waiting
+
+
+def _visible(state: State, client: ClientRecord) -> frozenset[str]:
+    return frozenset(name for name in _namespaces(state) if _may_touch(state, client, name))
 
 
 def _namespaces(state: State) -> set[str]:

@@ -11,6 +11,7 @@ from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog, Image, Scope
 from stratad.core.effects import Effect, LogLine, ReplyTo
 from stratad.core.fences import RowFences
+from stratad.core.memory_tracks import MemorySettings, MemoryState
 from stratad.core.ops import Operation
 from stratad.core.restarts import RestartPolicy
 
@@ -46,6 +47,7 @@ class Settings:
     job_floor_s: float
     link_floor_bytes_per_s: float
     restarts: RestartPolicy
+    memory: MemorySettings = field(default_factory=MemorySettings)
     shown: tuple[tuple[str, str], ...] = ()
 
 
@@ -91,6 +93,7 @@ class Worker:
     job_bytes: int = 0
     resources: dict[str, int] = field(default_factory=dict)
     census: int = 0
+    counted: int = 0  # the latest census that was answered
 
     @property
     def can_serve(self) -> bool:
@@ -205,6 +208,7 @@ class State:
     waiting: dict[int, Operation] = field(default_factory=dict)  # those of `ops` that have not started, oldest first
     closing: set[int] = field(default_factory=set)  # engines that go when their last operation ends
     stats_requests: list[StatsRequest] = field(default_factory=list)
+    memory: MemoryState = field(default_factory=MemoryState)
     owners: dict[str, int] = field(default_factory=dict)
     fingerprint_fields: dict[str, dict[str, str]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from ipc.messages import (
     WorkerInfo,
 )
 from shm.extent import GRANULE_BYTES, pack_places
+from stratad.core import memory_view
 from stratad.core.catalog import Image
 from stratad.core.ops import RUNNING
 from stratad.core.state import Engine, State, Worker, WorkerState
@@ -164,4 +165,5 @@ def stats(state: State, seq: int, client: int, visible: frozenset[str]) -> Stats
         (),
         counters,
         dict(state.settings.shown),
+        memory_view.warnings(state),
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, Protocol
 
-from ipc.messages import ImageDetail, ImageInfo, StatsReply, Welcome
+from ipc.messages import ImageDetail, ImageInfo, MemoryReply, StatsReply, Welcome
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError, JsonObject
 from stratad.ctl.permission import barrier
@@ -34,6 +34,10 @@ class DaemonClient(Protocol):
 
     def stats(self) -> StatsReply:
         """State of the daemon."""
+        ...
+
+    def memory(self, *, history: int = 0) -> MemoryReply:
+        """What is resident, and what of it is explained."""
         ...
 
     def list_images(self, namespace: str = "") -> Sequence[ImageInfo]:

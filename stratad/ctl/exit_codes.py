@@ -21,7 +21,7 @@ MEANINGS: Final[dict[ExitCode, str]] = {
     ExitCode.FAILED: "the request failed; the error's code stands in brackets",
     ExitCode.USAGE: "wrong arguments, or the running daemon is another build than this stratactl",
     ExitCode.NO_DAEMON: "no daemon answered within the time-out",
-    ExitCode.DEGRADED: "the daemon serves, but not everything works (status, doctor with warnings)",
+    ExitCode.DEGRADED: "the daemon serves, but not everything works (status; doctor or memory with warnings)",
     ExitCode.UNHEALTHY: "the daemon or the host has failed (status, doctor)",
     ExitCode.INTERRUPTED: "interrupted",
 }

@@ -20,6 +20,7 @@ from stratad.errors import StratadError
 
 DEFAULT_TIMEOUT_S: Final = 5.0
 MAX_TIMEOUT_S: Final = 86400.0
+MAX_SAMPLES: Final = 20_000
 DEFAULT_INSTANCE: Final = "default"
 Run = Callable[[argparse.Namespace], Answer]
 
@@ -187,6 +188,17 @@ def _timeout(text: str) -> float:
     return seconds
 
 
+def _samples(text: str) -> int:
+    """A number of samples on the command line.
+
+    Raises:
+        ArgumentTypeError: no number, or out of bounds.
+    """
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_SAMPLES:
+        raise argparse.ArgumentTypeError(f"expected 1 to {MAX_SAMPLES} samples, got {text!r}")
+    return int(text)
+
+
 def target_of(args: argparse.Namespace) -> Target:
     """Which daemon the arguments name."""
     return Target(args.run_dir, args.instance, args.timeout)
@@ -204,9 +216,21 @@ def _add_daemon_commands(add: Add, connect: Connect) -> None:
 
         return run
 
-    from stratad.ctl import images, status  # noqa: PLC0415 - keeps this module's import cheap for `main`'s error border
+    from stratad.ctl import images, memory, status  # noqa: PLC0415 - keeps this module's import cheap for `main`'s error border
 
     add("status", "workers, engines, operations, images and memory", with_client(lambda c, _: status.status(c)))
+    command = add(
+        "memory",
+        "what each process has resident, and what of it is explained",
+        with_client(lambda c, a: memory.memory(c, history=a.history, shares=a.pss)),
+        "Exits with 4 while a process holds more than is explained.",
+    )
+    command.add_argument(
+        "--history", type=_samples, nargs="?", const=24, default=0, metavar="N", help="also up to N samples (24)"
+    )
+    command.add_argument(
+        "--pss", action="store_true", help="also shares of shared pages, read by stratactl: 7.5 ms a GiB that is mapped"
+    )
     listing = add("list", "published images", with_client(lambda c, a: images.list_images(c, a.namespace, time.time())))
     listing.add_argument("--namespace", default="", help="only this one (default: all that you may see)")
     command = add(

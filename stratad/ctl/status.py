@@ -8,6 +8,7 @@ import msgspec
 from ipc.messages import ProcessMemory, StatsReply, WorkerInfo
 from stratad.ctl.connection import DaemonClient
 from stratad.ctl.exit_codes import ExitCode
+from stratad.ctl.memory import warning_lines
 from stratad.ctl.output import Answer, JsonObject, human_age, human_bytes, printable, table
 
 HEALTH_EXIT: Final[dict[str, ExitCode]] = {
@@ -39,6 +40,7 @@ def describe(stats: StatsReply, resident_of: ResidentOf) -> Answer:
     data: JsonObject = msgspec.to_builtins(stats)
     data.pop("t", None)
     data.pop("seq", None)
+    data["memory_warnings"] = [msgspec.to_builtins(warning) for warning in stats.memory_warnings]
     data["processes"] = [msgspec.to_builtins(process) for process in processes]
     lines = [
         *_head(stats),
@@ -101,6 +103,7 @@ def _head(stats: StatsReply) -> list[str]:
         f"images {stats.images} of {stats.budget_images or 'any number'}, chunks {stats.chunks}",
         f"published {human_bytes(stats.published_bytes)}, staged {human_bytes(stats.staged_bytes)}, "
         f"free {human_bytes(stats.free_bytes)}, budget {human_bytes(stats.budget_bytes)}",
+        *warning_lines(stats.memory_warnings),
     ]
 
 

@@ -8,6 +8,7 @@ from ipc.messages import (
     PROTOCOL_VERSION,
     Capture,
     CaptureJob,
+    Census,
     ClosePool,
     Command,
     CopyJob,
@@ -41,7 +42,8 @@ from shm.extent import unpack_places
 from shm.layout import Plane, StageLayout
 from shm.rows import pack_rows
 from stratad.core.core import Core
-from stratad.core.effects import DropClient, Effect, KillWorker, ReplyTo, SendTo, SpawnWorker
+from stratad.core.effects import DropClient, Effect, KillWorker, ReplyTo, SampleMemory, SendTo, SpawnWorker
+from stratad.core.memory_tracks import Reading, Role, Target
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
 from tests.support.layouts import stage_layout
@@ -108,6 +110,7 @@ class Harness:
     generations: dict[str, int] = field(default_factory=dict)
     content: Callable[[int, int], bytes] = lambda stage, chunk: bytes([stage, chunk % 256]) * 8
     dropped: set[int] = field(default_factory=set)
+    memory: dict[tuple[Role, str], Reading | None] = field(default_factory=dict)  # by `Target.key`; others: `reading`
     seq: int = 0
     auto: bool = True
 
@@ -140,10 +143,18 @@ class Harness:
                     self.perform(self.core.worker_forked(effect.worker, effect.generation, 1000, 5, self.at))
                     if self.auto:
                         self.ready(effect.worker)
+                case SampleMemory():
+                    found = [(target, self.memory.get(target.key, self.reading(target))) for target in effect.targets]
+                    self.perform(self.core.sampled(found, self.at))
                 case SendTo():
                     self._command(effect.worker, effect.command)
                 case _:
                     pass
+
+    @staticmethod
+    def reading(target: Target, anon: int = 10 * MIB, shmem: int = 0, file: int = MIB) -> Reading:
+        """What the kernel says of a process that does nothing unusual."""
+        return Reading(target.pid or 900, target.start_ticks or 1, anon, shmem, file)
 
     def _command(self, worker: str, command: Command) -> None:
         if not self.auto:
@@ -156,7 +167,9 @@ class Harness:
                 self.report(worker, PoolOpened(command.pool))
             case ClosePool():
                 self.report(worker, PoolClosed(command.pool))
-            case TakeCensus() | StopWorker():
+            case TakeCensus():
+                self.report(worker, Census(command.census, {"staging_bytes": 2 * MIB}))
+            case StopWorker():
                 pass
             case _:
                 self.sent.setdefault(worker, []).append(command)

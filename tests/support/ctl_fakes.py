@@ -9,6 +9,12 @@ from ipc.messages import (
     EngineInfo,
     ImageDetail,
     ImageInfo,
+    MemoryArena,
+    MemoryProcess,
+    MemoryReply,
+    MemorySeries,
+    MemoryTerm,
+    MemoryWarning,
     OpInfo,
     ProcessMemory,
     StatsReply,
@@ -95,6 +101,76 @@ STATS = StatsReply(
     counters={"captures": 5},
     settings={"copy.parallel": "true"},
 )
+MIB = 1 << 20
+WORKER_MEMORY = MemoryProcess(
+    role="worker",
+    name="cpu:0",
+    pid=101,
+    start_ticks=7,
+    age_s=1.25,
+    resident_bytes=2200 * MIB,
+    anon_bytes=130 * MIB,
+    shmem_bytes=2050 * MIB,
+    file_bytes=20 * MIB,
+    terms=(
+        MemoryTerm("shuttles", "shmem", 2048 * MIB, 2048 * MIB, "counted"),
+        MemoryTerm("pools", "shmem", 2 * MIB, 8 * MIB, "at most"),
+        MemoryTerm("baseline", "anon", 50 * MIB, 50 * MIB, "measured"),
+        MemoryTerm("staging", "anon", 0, 0, "at most"),
+        MemoryTerm("files", "file", 20 * MIB, 20 * MIB, "measured"),
+    ),
+    residual_bytes=80 * MIB,
+    tolerance_bytes=66 * MIB,
+    judged=True,
+    samples=720,
+    window_s=3595.0,
+    first_bytes=2100 * MIB,
+    least_bytes=2099 * MIB,
+    most_bytes=2201 * MIB,
+    slope_bytes_per_hour=100.0 * MIB,
+    residual_slope_bytes_per_hour=None,
+    series=MemorySeries((), (), (), (), ()),
+)
+ENGINE_MEMORY = MemoryProcess(
+    role="engine",
+    name="an-engine",
+    pid=102,
+    start_ticks=8,
+    age_s=1.5,
+    resident_bytes=500 * MIB,
+    anon_bytes=490 * MIB,
+    shmem_bytes=8 * MIB,
+    file_bytes=2 * MIB,
+    terms=(MemoryTerm("pools", "shmem", 8 * MIB, 8 * MIB, "at most"),),
+    residual_bytes=492 * MIB,
+    tolerance_bytes=64 * MIB,
+    judged=False,
+    samples=2,
+    window_s=5.0,
+    first_bytes=500 * MIB,
+    least_bytes=500 * MIB,
+    most_bytes=500 * MIB,
+    slope_bytes_per_hour=None,
+    residual_slope_bytes_per_hour=None,
+    series=MemorySeries(
+        (0.0, 5.0), (400 * MIB, 500 * MIB), (390 * MIB, 490 * MIB), (8 * MIB, 8 * MIB), (8 * MIB, 8 * MIB)
+    ),
+)
+MEMORY_WARNING = MemoryWarning("worker cpu:0", 101, 3661.0, 2200 * MIB, 2120 * MIB, 80 * MIB, 66 * MIB)
+MEMORY = MemoryReply(
+    seq=4,
+    now_unix_s=4000.0,
+    sample_s=5.0,
+    keep=720,
+    samples_bytes=57_600,
+    samples_bound_bytes=1_843_200,
+    unwatched=0,
+    round_s=0.0004,
+    longest_s=0.0009,
+    processes=(WORKER_MEMORY, ENGINE_MEMORY),
+    arenas=(MemoryArena("cpu:0", 2 << 30, 1 << 30, 1 << 30),),
+    warnings=(),
+)
 IMAGE = ImageInfo(
     image_id=3,
     namespace="tenant",
@@ -138,6 +214,7 @@ class FakeClient:
 
     welcome: Welcome = WELCOME
     reply: StatsReply = STATS
+    memory_reply: MemoryReply = MEMORY
     images: tuple[ImageInfo, ...] = (IMAGE,)
     detail: ImageDetail = DETAIL
     fails_with: StratadError | None = None
@@ -155,6 +232,10 @@ class FakeClient:
     def stats(self) -> StatsReply:
         self._asked("stats")
         return self.reply
+
+    def memory(self, *, history: int = 0) -> MemoryReply:
+        self._asked("memory", history)
+        return self.memory_reply
 
     def list_images(self, namespace: str = "") -> tuple[ImageInfo, ...]:
         self._asked("list", namespace)

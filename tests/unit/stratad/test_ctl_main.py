@@ -19,6 +19,8 @@ from tests.support.ctl_fakes import FakeClient, another_build, with_health
 
 DAEMON_COMMANDS = [
     ["status"],
+    ["memory"],
+    ["memory", "--history"],
     ["list"],
     ["show", "tenant", "chat"],
     ["drop", "tenant", "chat", "--force"],
@@ -179,6 +181,8 @@ def test_wrong_arguments(argv: list[str], capsys: pytest.CaptureFixture[str]) ->
         (["show", "only-one"], "stratactl show", "CONVERSATION"),
         (["status", "--timeout", "nan"], "stratactl status", "nan"),
         (["status", "--timeout", "soon"], "stratactl status", "soon"),
+        (["memory", "--history", "0"], "stratactl memory", "'0'"),
+        (["memory", "--history", "20001"], "stratactl memory", "20001"),
         (["demo", "--nonsense"], "stratactl demo", "--nonsense"),
         (["bench", "control", "--nonsense"], "stratactl bench control", "--nonsense"),
     ],
