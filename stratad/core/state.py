@@ -45,6 +45,7 @@ class Settings:
     job_floor_s: float
     link_floor_bytes_per_s: float
     restarts: RestartPolicy
+    admins: frozenset[int] = frozenset()
     shown: tuple[tuple[str, str], ...] = ()
 
 

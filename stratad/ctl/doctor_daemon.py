@@ -13,8 +13,8 @@ from shm.shuttle import MOUNT
 from stratad.ctl.connection import Connect, Target, connected, listens, paths_of
 from stratad.ctl.findings import Check, State
 from stratad.ctl.output import CommandError, JsonObject, human_age
-from stratad.ctl.permission import barrier
 from stratad.paths import PathError, SocketPaths
+from stratad.permission import barrier
 from stratad.version import package_hash
 
 _LOCK_WORDS: Final = 8

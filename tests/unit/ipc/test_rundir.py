@@ -20,7 +20,7 @@ def test_made_with_the_right_mode_whatever_the_umask(tmp_path: Path, umask: int)
         prepare_directory(tmp_path / "run" / "default")
     finally:
         os.umask(before)
-    assert (mode_of(tmp_path / "run"), mode_of(tmp_path / "run/default")) == (0o750, 0o750)
+    assert (mode_of(tmp_path / "run"), mode_of(tmp_path / "run/default")) == (0o711, 0o750)
     prepare_directory(tmp_path / "run" / "default")
 
 
