@@ -181,12 +181,12 @@ def translated(exc: StratadError, target: Target) -> CommandError:
         fix = "restart the daemon, or run the stratactl that was installed with it"
         return CommandError(ExitCode.USAGE, exc.code, exc.message, fix, data)
     if exc.code == "not_permitted" and exc.detail:  # said before the hello: this user may not even ask
-        return CommandError(ExitCode.FAILED, exc.code, exc.message, _ADMIT_FIX, data)
+        return CommandError(ExitCode.FAILED, exc.code, exc.message, _ADMIT_FIX.format(uid=os.geteuid()), data)
     return CommandError(ExitCode.FAILED, exc.code, exc.message, _FIXES.get(exc.code, ""), data)
 
 
 _ADMIT_FIX: Final = (
-    f"have the administrator set STRATAD_ACCESS_USERS={os.geteuid()} (or access.users in its file) and restart "
+    "have the administrator set STRATAD_ACCESS_USERS={uid} (or access.users in its file) and restart "
     "the daemon, or run as one of those who are allowed"
 )
 _FIXES: Final[dict[str, str]] = {
