@@ -48,7 +48,16 @@ def credentials_of(connection: socket.socket) -> Credentials:
 
 def process_behind(descriptor: int) -> tuple[int, int] | None:
     """Pid and uid of the peer of a unix socket that is not ours; None where the descriptor is none (any more)."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+    try:
+        ours = os.dup(descriptor)  # the other one may be closed at any time
+    except OSError:
+        return None
+    try:
+        connection = socket.socket(fileno=ours)
+    except OSError:
+        os.close(ours)
+        return None
+    with connection, contextlib.suppress(OSError, struct.error):
         if connection.family == socket.AF_UNIX:
             pid, uid, _ = _peer(connection)
             return pid, uid
