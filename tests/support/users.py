@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -84,7 +85,10 @@ def other_user(
 ) -> Iterator[OtherUser]:
     """Run `main` in a child process of another user; what it returns is the last that is heard of it."""
     ours, theirs = Pipe()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # The timer of the test's time limit is a thread; the child does not need it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         _child(uid, uid if gid is None else gid, groups, main, theirs)
     theirs.close()

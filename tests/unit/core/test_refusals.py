@@ -215,7 +215,9 @@ def test_a_namespace_is_its_owners_as_long_as_anything_is_in_it(core: Harness) -
         core.ask(2, request)
         return request
 
+    before = dict(core.core.state.numbers)
     assert core.failure(2, register().seq).code == "not_permitted"
+    assert core.core.state.numbers == before  # no worker was troubled
     core.ask(1, Clear(core.next_seq(), "ns"))
     core.final(2, register().seq)
     assert core.core.state.owners == {"ns": 2000}
