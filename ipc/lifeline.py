@@ -136,6 +136,20 @@ class Lifeline:
                 break
         return self._life
 
+    @property
+    def full(self) -> bool:
+        """Whether no more descriptors can be kept until one is taken."""
+        return len(self._stashed) >= self._stash_limit
+
+    def read_on(self, tag: int = -1) -> Life:
+        """`drain` that loses nothing: takes in packets until the one under `tag` has come or no more can be kept, and
+        leaves the rest in the socket.
+        """
+        for _ in range(MAX_DRAINED):
+            if tag in self._stashed or self.full or not self._read_packet():
+                break
+        return self._life
+
     def take(self, tag: int) -> int:
         """The descriptor that came under `tag`; the caller owns it from now on.
 

@@ -58,9 +58,9 @@ def receive_all(socket: zmq.Socket[bytes], limit: int, sources: list[int] | None
                 frame = _recv(socket, _NOBLOCK, False)  # a Frame knows whether more follow; asking the socket is slower
                 frames.append(frame.bytes if len(frames) <= 2 else b"")
                 more = frame.more
+                if sources is not None and not more:
+                    sources.append(int(frame.get(_SOURCE)))
             messages.append(frames)
-            if sources is not None:
-                sources.append(int(frame.get(_SOURCE)))
             if len(messages) == limit or not int(_get(socket, _EVENTS)) & _POLLIN:
                 return messages
     except zmq.Again:

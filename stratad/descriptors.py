@@ -42,7 +42,7 @@ class ClientDescriptors:
     def find(self, tag: int) -> int | None:
         """The descriptor under `tag`, kept from now on; None where none came or it was closed."""
         if tag not in self._kept:
-            self._lifeline.drain()
+            self._lifeline.read_on(tag)
             try:
                 self._kept[tag] = self._lifeline.take(tag)
             except KeyError:

@@ -27,13 +27,16 @@ class Endpoints(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ClientLink:
-    """A client's lifeline with what came over it and, once it has said hello, its ZeroMQ identity."""
+    """A client's lifeline with what came over it and, once it has said hello, its ZeroMQ identity. `paused`: it sent
+    more descriptors than are kept for it, and the rest waits in its socket.
+    """
 
     client: int
     lifeline: Lifeline
     descriptors: ClientDescriptors
     identity: bytes = b""
     bad_frames: int = 0
+    paused: bool = False
 
 
 @dataclass(slots=True, eq=False)

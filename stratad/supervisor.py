@@ -328,8 +328,11 @@ class Supervisor:
         self._event(lambda at: self._core.client_connected(link.client, peer.pid, peer.uid, peer.start_ticks, at))
 
     def _on_client_lifeline(self, link: ClientLink) -> None:
-        if link.lifeline.drain() is Life.ENDED:
+        if link.paused or link.lifeline.read_on() is Life.ENDED:  # of a paused one only the end is told
             self._drop_client(link)
+        elif link.lifeline.full:
+            link.paused = True
+            self._epoll.modify(link.lifeline.fileno(), 0)
 
     def _drop_client(self, link: ClientLink) -> None:
         if not self._links.remove(link):
@@ -364,6 +367,9 @@ class Supervisor:
                 for stage in request.stages[:STAGE_LIMIT]:
                     if isinstance(stage.pool, MemfdPool):
                         link.descriptors.find(stage.pool.descriptor)
+                if link.paused and not link.lifeline.full:
+                    link.paused = False
+                    self._epoll.modify(link.lifeline.fileno(), select.EPOLLIN)
             try:
                 effects = self._core.request(link.client, request, self._now)
             except Exception:  # noqa: BLE001 - a bug of ours must cost one request, not the daemon and every image in it

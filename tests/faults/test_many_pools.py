@@ -61,9 +61,12 @@ def test_pools_that_are_registered_while_their_worker_is_away_are_kept() -> None
         pools = [CpuPool.allocate(layout.end_bytes) for _ in range(150)]
         try:
             with ThreadPoolExecutor(3) as threads:
-                for start in range(0, len(pools), 50):
-                    stages = [StagePool("cpu:0", layout, pool) for pool in pools[start : start + 50]]
+                registering = [
                     threads.submit(client.register, f"e{start}", "ns", FINGERPRINT, stages)
+                    for start in range(0, len(pools), 50)
+                    for stages in [[StagePool("cpu:0", layout, pool) for pool in pools[start : start + 50]]]
+                ]
+            assert [engine.result() for engine in registering]
             assert [s for e in client.stats().engines for s in e.stages] == ["cpu:0 open"] * 150
         finally:
             for engine in list(client.engines):

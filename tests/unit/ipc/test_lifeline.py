@@ -443,3 +443,18 @@ def test_the_process_behind_a_descriptor(pair: Pair) -> None:
     assert process_behind(-1) is None
     with raw(pair.ours) as connection:
         assert credentials_of(connection).pid == os.getpid()
+
+
+def test_reading_on_loses_nothing_when_no_more_can_be_kept(pair: Pair, descriptor: int) -> None:
+    for tag in range(MAX_STASHED + 10):
+        pair.theirs.send_descriptor(tag, descriptor)
+    assert pair.ours.read_on(3) is Life.OPEN
+    assert not pair.ours.full  # it stops at what was wanted
+    assert pair.ours.read_on() is Life.OPEN
+    assert pair.ours.full
+    for tag in range(MAX_STASHED + 10):
+        pair.ours.read_on(tag)
+        os.close(pair.ours.take(tag))
+    assert pair.ours.refused_count == 0
+    pair.theirs.close()
+    assert pair.ours.read_on() is Life.ENDED
