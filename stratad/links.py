@@ -28,7 +28,7 @@ class Endpoints(NamedTuple):
 @dataclass(slots=True, eq=False)
 class ClientLink:
     """A client's lifeline with what came over it and, once it has said hello, its ZeroMQ identity. `paused`: it sent
-    more descriptors than are kept for it, and the rest waits in its socket.
+    more descriptors than are kept for it; they wait in its socket and are read as its messages name them.
     """
 
     client: int

@@ -367,9 +367,6 @@ class Supervisor:
                 for stage in request.stages[:STAGE_LIMIT]:
                     if isinstance(stage.pool, MemfdPool):
                         link.descriptors.find(stage.pool.descriptor)
-                if link.paused and not link.lifeline.full:
-                    link.paused = False
-                    self._epoll.modify(link.lifeline.fileno(), select.EPOLLIN)
             try:
                 effects = self._core.request(link.client, request, self._now)
             except Exception:  # noqa: BLE001 - a bug of ours must cost one request, not the daemon and every image in it
