@@ -3,6 +3,7 @@
 A lifeline (unix, SEQPACKET) tells who the peer is (from the kernel), ends when the peer dies, and carries descriptors::
 
     daemon -> peer, once   msgpack map {"token": 16 bytes, "start_id": 16 bytes}
+                           or {"code": text, "message": text} and the end: the daemon does not serve this user
     both ways, later       tag u64 little-endian, and one descriptor beside it (SCM_RIGHTS)
 
 A descriptor is sent before the ZeroMQ message that names its tag, so who reads that message finds it by `drain` and
@@ -19,14 +20,15 @@ import secrets
 import select
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Self, cast
 
 import msgpack
 
-from ipc.rundir import SOCKET_MODE, check_socket_path
-from shm.process import start_ticks
+from ipc.credentials import Credentials, credentials_of
+from ipc.rundir import GROUP_REACH, Reach, check_socket_path, owner_only, set_reach
 
 TOKEN_BYTES: Final = 16
 # Descriptors of an untrusted peer that wait to be taken, per lifeline. A registration needs one a stage.
@@ -35,9 +37,9 @@ MAX_STASHED: Final = 64
 MAX_DRAINED: Final = 2 * MAX_STASHED
 BACKLOG: Final = 128
 _TAG: Final = struct.Struct("<Q")
-_CREDENTIALS: Final = struct.Struct("=iII")
 _TIMEVAL: Final = struct.Struct("@ll")
-_TOKEN_PACKET_LIMIT_BYTES: Final = 256
+_TOKEN_PACKET_LIMIT_BYTES: Final = 4096
+_MESSAGE_LIMIT: Final = 1000  # characters of a refusal: at most four bytes each, within the packet's limit
 _DESCRIPTOR_BYTES: Final = array.array("i").itemsize
 # CMSG_LEN, not CMSG_SPACE: the padding of the latter would let a second descriptor in.
 _ANCILLARY_BYTES: Final = socket.CMSG_LEN(_DESCRIPTOR_BYTES)
@@ -47,6 +49,15 @@ class LifelineError(OSError):
     """A lifeline that could not be used: no daemon, no answer in time, or the peer does not read."""
 
 
+class LifelineRefused(LifelineError):
+    """The daemon does not serve this user; `code` and `message` are its own words."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(errno.EACCES, message)
+        self.code = code
+        self.message = message
+
+
 class Life(enum.Enum):
     """Whether the peer still holds its end."""
 
@@ -54,16 +65,11 @@ class Life(enum.Enum):
     ENDED = "ended"
 
 
-class Credentials(NamedTuple):
-    """The process at the other end as the kernel named it when it connected (or, seen from there, began to listen).
+class Refused(NamedTuple):
+    """A peer that was not admitted: it was told why, and its connection is closed."""
 
-    pid 0: it lives in a pid namespace that cannot be seen from here. `start_ticks` 0: not known, nothing can be proved.
-    """
-
-    pid: int
-    uid: int
-    gid: int
-    start_ticks: int
+    peer: Credentials
+    message: str
 
 
 class Lifeline:
@@ -97,6 +103,7 @@ class Lifeline:
         `stash_limit`: see `Lifeline`; who trusts the daemon may keep more than `MAX_STASHED`.
 
         Raises:
+            LifelineRefused: the daemon does not serve this user.
             LifelineError: nobody listens, the token did not come within `timeout_s`, or it is none.
         """
         check_socket_path(path)
@@ -111,7 +118,7 @@ class Lifeline:
             if not _wait(connection, select.POLLIN, timeout_s):
                 raise LifelineError(errno.ETIMEDOUT, f"no token within {timeout_s:.1f} s")
             token, start_id = _parse_token_packet(connection.recv(_TOKEN_PACKET_LIMIT_BYTES))
-            return cls(connection, _credentials(connection), token, start_id, stash_limit)
+            return cls(connection, credentials_of(connection), token, start_id, stash_limit)
         except BaseException as exc:
             connection.close()
             if isinstance(exc, OSError) and not isinstance(exc, LifelineError):
@@ -126,6 +133,20 @@ class Lifeline:
         """Take in every packet that is there (at most `MAX_DRAINED`: then the descriptor stays readable)."""
         for _ in range(MAX_DRAINED):
             if not self._read_packet():
+                break
+        return self._life
+
+    @property
+    def full(self) -> bool:
+        """Whether no more descriptors can be kept until one is taken."""
+        return len(self._stashed) >= self._stash_limit
+
+    def read_on(self, tag: int = -1) -> Life:
+        """`drain` that loses nothing: takes in packets until the one under `tag` has come or no more can be kept, and
+        leaves the rest in the socket.
+        """
+        for _ in range(MAX_DRAINED):
+            if tag in self._stashed or self.full or not self._read_packet():
                 break
         return self._life
 
@@ -224,23 +245,29 @@ class LifelineServer:
         self._spare = spare  # a descriptor to give up when there are no others, see `_refuse_one`
 
     @classmethod
-    def listen(cls, path: Path) -> Self:
+    def listen(cls, path: Path, reach: Reach = GROUP_REACH) -> Self:
         """Listen at `path`, whose directory was prepared before (see `ipc.rundir`).
+
+        The name appears only when the socket has its final mode and listens, so who finds it can connect.
 
         Raises:
             RunDirError: no unix socket can have this path.
             OSError: the path cannot be bound.
         """
         check_socket_path(path)
+        unnamed = path.with_suffix(".new")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            path.unlink(missing_ok=True)
-            listener.bind(os.fspath(path))
-            path.chmod(SOCKET_MODE)
+            unnamed.unlink(missing_ok=True)
+            with owner_only():
+                listener.bind(os.fspath(unnamed))
+            set_reach(unnamed, reach)
             listener.listen(BACKLOG)
+            unnamed.rename(path)
             return cls(listener, path, os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
         except BaseException:
             listener.close()
+            unnamed.unlink(missing_ok=True)
             raise
 
     def fileno(self) -> int:
@@ -248,7 +275,17 @@ class LifelineServer:
         return self._listener.fileno()
 
     def accept(self, start_id: bytes) -> Lifeline | None:
-        """Accept one peer, give it a fresh token and `start_id`; None when nobody waits."""
+        """Accept one peer, whoever it is, give it a fresh token and `start_id`; None when nobody waits."""
+        accepted = self.admit(start_id, lambda _: "")
+        assert not isinstance(accepted, Refused)
+        return accepted
+
+    def admit(self, start_id: bytes, why_not: Callable[[Credentials], str]) -> Lifeline | Refused | None:
+        """`accept` if `why_not` finds no reason against the peer (an empty text).
+
+        A peer that is refused gets the reason for an answer, under the code ``not_permitted``, and costs nothing beyond
+        this call.
+        """
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -264,8 +301,13 @@ class LifelineServer:
                 continue
             try:
                 connection.setblocking(False)
+                peer = credentials_of(connection)
+                if message := why_not(peer):
+                    with connection, contextlib.suppress(OSError):
+                        connection.send(_refusal_packet(message), socket.MSG_NOSIGNAL)
+                    return Refused(peer, message)
                 token = secrets.token_bytes(TOKEN_BYTES)
-                lifeline = Lifeline(connection, _credentials(connection), token, start_id)
+                lifeline = Lifeline(connection, peer, token, start_id)
                 connection.send(_token_packet(token, start_id), socket.MSG_NOSIGNAL)
                 return lifeline
             except OSError:
@@ -308,15 +350,6 @@ class LifelineServer:
         return refused
 
 
-def _credentials(connection: socket.socket) -> Credentials:
-    pid, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    try:
-        ticks = start_ticks(pid) if pid > 0 else 0
-    except OSError:
-        ticks = 0  # it has ended, or /proc hides it; the end of file tells which
-    return Credentials(pid, uid, gid, ticks)
-
-
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     found = array.array("i")
     for level, kind, data in ancillary:
@@ -329,9 +362,15 @@ def _token_packet(token: bytes, start_id: bytes) -> bytes:
     return cast("bytes", msgpack.packb({"token": token, "start_id": start_id}))
 
 
+def _refusal_packet(message: str) -> bytes:
+    return cast("bytes", msgpack.packb({"code": "not_permitted", "message": message[:_MESSAGE_LIMIT]}))
+
+
 def _parse_token_packet(packet: bytes) -> tuple[bytes, bytes]:
     try:
         fields = msgpack.unpackb(packet, raw=False, max_ext_len=0)
+        if "code" in fields:
+            raise LifelineRefused(str(fields["code"]), str(fields["message"]))
         token, start_id = fields["token"], fields["start_id"]
     except (ValueError, KeyError, TypeError) as exc:
         raise LifelineError(errno.EPROTO, "the first packet of the lifeline is no token") from exc

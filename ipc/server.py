@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Self
 
 import zmq
 
-from ipc.rundir import SOCKET_MODE, check_socket_path, prepare_directory
+from ipc.rundir import GROUP_REACH, Reach, check_socket_path, owner_only, prepare_directory, set_reach
 from ipc.wire import receive_all, send_to_now
 
 FLUSH_S: Final = 0.005
@@ -41,12 +41,14 @@ class Sent(enum.Enum):
 
 class Incoming(NamedTuple):
     """A message from a peer. `frame_count` counts the frames after the identity: anything but 1 is no message of ours,
-    and `frame` is then empty.
+    and `frame` is then empty. `descriptor` is ZeroMQ's own of the connection that it came over (-1: not known); by now
+    it may be closed, or another's.
     """
 
     peer: bytes
     frame: bytes
     frame_count: int
+    descriptor: int = -1
 
 
 class RouterServer:
@@ -81,12 +83,12 @@ class RouterServer:
         queue_count: int = QUEUE_COUNT,
         queue_bytes: int = QUEUE_BYTES,
         linger_ms: int = LINGER_MS,
-        mode: int = SOCKET_MODE,
+        reach: Reach = GROUP_REACH,
         context: ZmqContext | None = None,
     ) -> Self:
         """Listen at `path`; its directory is made or checked first (see `ipc.rundir`).
 
-        `mode` says who may connect. The caller holds the instance lock: ZeroMQ takes over whatever socket lies at the
+        `reach` says who may connect. The caller holds the instance lock: ZeroMQ takes over whatever socket lies at the
         path. A `context` that is passed in stays the caller's.
 
         Raises:
@@ -104,8 +106,9 @@ class RouterServer:
             socket.set(zmq.MAXMSGSIZE, max_message_bytes)
             socket.set(zmq.SNDHWM, high_water_count)
             socket.set(zmq.RCVHWM, RECEIVE_COUNT)
-            socket.bind(f"ipc://{path}")
-            path.chmod(mode)
+            with owner_only():  # between the two nobody else gets in
+                socket.bind(f"ipc://{path}")
+            set_reach(path, reach)
         except BaseException:
             socket.close(0)
             if own is not None:
@@ -141,11 +144,16 @@ class RouterServer:
         """Bytes that wait in the queues."""
         return sum(self._queued_bytes.values())
 
+    def queued_count(self, peer: bytes) -> int:
+        """Frames that wait in the queue of a peer."""
+        return len(self._queues.get(peer, ()))
+
     def recv_all(self, limit: int) -> list[Incoming]:
         """Up to `limit` messages that are there now."""
         found: list[Incoming] = []
-        for peer, *frames in receive_all(self._socket, limit):
-            found.append(Incoming(peer, frames[0] if len(frames) == 1 else b"", len(frames)))
+        sources: list[int] = []
+        for number, (peer, *frames) in enumerate(receive_all(self._socket, limit, sources)):
+            found.append(Incoming(peer, frames[0] if len(frames) == 1 else b"", len(frames), sources[number]))
         return found
 
     def send(self, peer: bytes, frame: bytes) -> Sent:

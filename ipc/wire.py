@@ -16,6 +16,7 @@ _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
+_SOURCE: Final = int(zmq.SRCFD)
 
 
 def send_now(socket: zmq.Socket[bytes], frame: bytes) -> None:
@@ -39,10 +40,11 @@ def send_to_now(socket: zmq.Socket[bytes], peer: bytes, frame: bytes) -> None:
     _send(socket, frame, _NOBLOCK)
 
 
-def receive_all(socket: zmq.Socket[bytes], limit: int) -> list[list[bytes]]:
+def receive_all(socket: zmq.Socket[bytes], limit: int, sources: list[int] | None = None) -> list[list[bytes]]:
     """The frames of each message that is there now, up to `limit` messages; best called when a poll said so.
 
     Of a message with more than a few frames, which no peer of ours sends, only the first are kept; the rest are empty.
+    To `sources` is added, for each message, the descriptor of the connection that it came over.
 
     Raises:
         zmq.ZMQError: the socket cannot be used.
@@ -56,6 +58,8 @@ def receive_all(socket: zmq.Socket[bytes], limit: int) -> list[list[bytes]]:
                 frame = _recv(socket, _NOBLOCK, False)  # a Frame knows whether more follow; asking the socket is slower
                 frames.append(frame.bytes if len(frames) <= 2 else b"")
                 more = frame.more
+                if sources is not None and not more:
+                    sources.append(int(frame.get(_SOURCE)))
             messages.append(frames)
             if len(messages) == limit or not int(_get(socket, _EVENTS)) & _POLLIN:
                 return messages

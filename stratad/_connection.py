@@ -11,12 +11,13 @@ from typing import Final
 import zmq
 
 from ipc.codec import BadFrame, decode, encode
-from ipc.lifeline import Life, Lifeline, LifelineError
+from ipc.lifeline import Life, Lifeline, LifelineError, LifelineRefused
 from ipc.link import Link, LinkError, ZmqContext
 from ipc.messages import PROTOCOL_VERSION, Failed, Hello, Reply, Welcome
 from ipc.rundir import RunDirError
 from stratad.errors import DeadlineExceeded, Lost, ProtocolError, UsageError, error_for
 from stratad.paths import SocketPaths
+from stratad.permission import barrier
 
 # Requests that the daemon has not read yet. Beyond it a send fails instead of growing.
 QUEUE_MESSAGES: Final = 1024
@@ -62,7 +63,7 @@ class Connection:
         Raises:
             Lost: nobody listens, or the daemon went away meanwhile.
             DeadlineExceeded: somebody listens but does not answer.
-            UsageError: the path can be no socket's.
+            UsageError: the path can be no socket's, or the daemon does not serve this user.
             ProtocolError: the daemon speaks another version.
         """
         try:
@@ -70,6 +71,10 @@ class Connection:
         except RunDirError as exc:
             raise UsageError("bad_value", str(exc)) from exc
         except LifelineError as exc:
+            if isinstance(exc, LifelineRefused):
+                raise error_for(exc.code, exc.message, detail={"asked_at": "the lifeline"}) from exc
+            if exc.errno in (errno.EACCES, errno.EPERM):
+                raise _barred(paths, str(exc.strerror)) from exc
             if exc.errno == errno.EPROTO:
                 raise ProtocolError("bad_frame", str(exc.strerror)) from exc
             if exc.errno in (errno.ETIMEDOUT, errno.EAGAIN):
@@ -152,6 +157,13 @@ class Connection:
     def close_in_child(self) -> None:
         """Close the copy of the lifeline that a fork made; the ZeroMQ socket belongs to the parent's threads."""
         self._lifeline.close()
+
+
+def _barred(paths: SocketPaths, reason: str) -> UsageError:
+    """File permissions keep us from the daemon's sockets."""
+    barred = barrier(paths.life)
+    text = f"{barred.what}; {barred.fix}" if barred else reason
+    return UsageError("not_permitted", text)
 
 
 def _await_welcome(link: Link, lifeline: Lifeline, until_s: float) -> Welcome:

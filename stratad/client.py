@@ -128,7 +128,8 @@ class Client:
 
         Raises:
             DeadlineExceeded: no daemon answered; the text says what to do about it.
-            UsageError: no such run directory or instance can be.
+            UsageError: no such run directory or instance can be, or the daemon does not serve this user (code
+                ``not_permitted``; the text says what would change that).
             ProtocolError: the daemon speaks another version.
         """
         _check_deadline(deadline_s)

@@ -21,6 +21,7 @@ from ipc.rundir import RunDirError, check_socket_path
 from shm.extent import GRANULE_BYTES
 from shm.shuttle import MAX_SHUTTLE_BYTES
 from stratad import __version__
+from stratad.access import AUTO, AccessError, check_names
 from stratad.config_text import MEANINGS, SIZE_FORM, exact_size, in_words
 from stratad.devices import Devices, parse_devices
 from stratad.paths import PathError, default_run_dir, default_state_dir, socket_paths
@@ -33,6 +34,7 @@ Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86400)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
 Budget: TypeAlias = Annotated[int, Meta(ge=1, le=2**50)] | Literal["auto"]
 ShuttleSize: TypeAlias = Annotated[int, Meta(ge=2 * GRANULE_BYTES, le=MAX_SHUTTLE_BYTES, multiple_of=GRANULE_BYTES)]
+Names: TypeAlias = Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=1000)]
 Rate: TypeAlias = Annotated[float, Meta(ge=0, le=1e15)]
 
 
@@ -92,6 +94,14 @@ class DeadlinesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_s: Seconds = 10.0
 
 
+class AccessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who may use the daemon besides root and its own user, which are always admins. Names or ids."""
+
+    users: Names = ()
+    groups: Names = (AUTO,)
+    admins: Names = ()
+
+
 class RestartsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Workers that die: the wait doubles from first to cap, and after so many deaths in a row the device is failed."""
 
@@ -129,6 +139,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings. `print_config` says that the caller only wants to see them."""
 
     daemon: DaemonConfig = DaemonConfig()
+    access: AccessConfig = AccessConfig()
     ram: RamConfig = RamConfig()
     copy: CopyConfig = CopyConfig()
     cpu_device: CpuDeviceConfig = CpuDeviceConfig()
@@ -324,6 +335,8 @@ def _convert(key: str, given: _Given) -> object:
         choices = get_args(_KEYS[key]) if get_origin(_KEYS[key]) is Literal else ()
         if choices and value not in choices:
             raise ValueError(f"expected one of {', '.join(choices)}")
+        if key.startswith("access."):
+            value = _names(value)
         # Flags and environment are text: "8", "true". A file has types, so there "8" stays wrong.
         from_text = given.source.startswith(("--", "environment "))
         converted = msgspec.convert(value, _KEYS[key], strict=not from_text)
@@ -334,6 +347,17 @@ def _convert(key: str, given: _Given) -> object:
     except ValueError as exc:  # msgspec's ValidationError is one
         raise ConfigError(f"{key} = {given.value!r} ({given.source}): {in_words(key, str(exc))}") from exc
     return converted
+
+
+def _names(value: object) -> object:
+    """Names and ids as a list of texts: text has them separated by commas or is a TOML list, which may hold numbers."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = tomllib.loads(f"names = {value}")["names"]
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",")] if value.strip() else []
+    if isinstance(value, list):
+        return [str(name) if isinstance(name, int) and not isinstance(name, bool) else name for name in value]
+    return value
 
 
 def _check_together(config: Config) -> None:
@@ -349,6 +373,10 @@ def _check_together(config: Config) -> None:
             f"restarts.backoff_first_s = {restarts.backoff_first_s}"
         )
     try:
+        check_names(config.access.admins, config.access.users, config.access.groups)
+    except AccessError as exc:
+        raise ConfigError(str(exc)) from exc
+    try:
         check_socket_path(socket_paths(Path(config.daemon.run_dir), config.daemon.instance).client)
     except RunDirError as exc:
         raise ConfigError(f"daemon.run_dir = {config.daemon.run_dir!r}: {exc}") from exc
@@ -359,6 +387,8 @@ def _toml(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
     # A TOML basic string is a JSON string.
     return msgspec.json.encode(str(value)).decode()
 

@@ -13,22 +13,26 @@ from typing import Final
 from ipc.lifeline import LifelineServer
 from ipc.logs import fields
 from ipc.messages import WorkerSpec
+from ipc.rundir import OWNER_REACH, open_directory, prepare_directory
 from ipc.server import RouterServer
 from shm.extent import GRANULE_BYTES
 from shm.headroom import memory_headroom
 from shm.janitor import remove_segments
 from shm.shuttle import MOUNT
 from stratad import topology
+from stratad.access import Access, resolve_access
 from stratad.config import Config
 from stratad.core.core import Core
 from stratad.core.memory_tracks import MemorySettings
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
 from stratad.keys import load_digest_key
+from stratad.links import Endpoints
 from stratad.lock import InstanceLock
+from stratad.open_files import raise_open_files
 from stratad.paths import SocketPaths, socket_paths
 from stratad.processes import Processes
-from stratad.supervisor import Endpoints, Supervisor
+from stratad.supervisor import Supervisor
 from stratad.topology import DeviceSpec
 from stratad.version import commit, package_hash
 
@@ -56,14 +60,11 @@ def run(config: Config) -> int:
             log.warning("removed segments of an earlier daemon", extra=fields(count=len(removed)))
         paths = socket_paths(Path(config.daemon.run_dir), config.daemon.instance)
         key = load_digest_key(Path(config.daemon.state_dir))
+        raise_open_files(config.limits.max_clients)
         devices = _devices(config)
-        settings = _settings(config, devices)
-        endpoints = Endpoints(
-            RouterServer.bind(paths.client, max_message_bytes=config.limits.max_message_bytes),
-            # Ours alone: whoever came first under a worker's identity would lock the real one out.
-            RouterServer.bind(paths.worker, max_message_bytes=config.limits.max_message_bytes, mode=0o600),
-            LifelineServer.listen(paths.life),
-        )
+        access = _access(config)
+        settings = _settings(config, devices, access)
+        endpoints = _listen(config, paths, access)
         stack.callback(_unlink_sockets, paths)
         core = Core(settings, {d.worker: d.device for d in devices}, Instant(time.monotonic(), time.time()))
         supervisor = Supervisor(
@@ -71,6 +72,7 @@ def run(config: Config) -> int:
             endpoints,
             Processes(import_torch=any(not d.device.startswith("cpu:") for d in devices)),
             {d.worker: _spec(config, paths, key, d) for d in devices},
+            access,
             stop_s=config.deadlines.stop_s,
         )
         stack.callback(lambda: supervisor.close(TEMPLATE_END_S))
@@ -95,6 +97,30 @@ def run(config: Config) -> int:
     return 0
 
 
+def _access(config: Config) -> Access:
+    access = config.access
+    run_dir = Path(config.daemon.run_dir)
+    found = resolve_access(access.admins, access.users, access.groups, run_dir)
+    log.info("access", extra=fields(allowed=found.allowed_text))
+    return found
+
+
+def _listen(config: Config, paths: SocketPaths, access: Access) -> Endpoints:
+    """Bind the sockets, open to those who are allowed; the lifelines' last, since clients come there first."""
+    plan = access.plan({os.getegid(), *os.getgroups()})
+    prepare_directory(paths.directory)
+    open_directory(paths.directory, plan.directory_mode, plan.directory_gid)
+    if barred := access.barred_by(paths.directory.parent):
+        log.warning("some who are allowed cannot get to the sockets", extra=fields(why=barred))
+    limit = config.limits.max_message_bytes
+    return Endpoints(
+        RouterServer.bind(paths.client, max_message_bytes=limit, reach=plan.client),
+        # Ours alone: whoever came first under a worker's identity would lock the real one out.
+        RouterServer.bind(paths.worker, max_message_bytes=limit, reach=OWNER_REACH),
+        LifelineServer.listen(paths.life, plan.life),
+    )
+
+
 def _unlink_sockets(paths: SocketPaths) -> None:
     for path in (paths.client, paths.worker):
         path.unlink(missing_ok=True)
@@ -115,7 +141,7 @@ def _devices(config: Config) -> list[DeviceSpec]:
     return topology.gpu_devices(wanted.uuids, gpus, allowed)
 
 
-def _settings(config: Config, devices: list[DeviceSpec]) -> Settings:
+def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Settings:
     budget_bytes = config.ram.budget_bytes
     source = "configuration"
     if budget_bytes == "auto":
@@ -163,9 +189,11 @@ def _settings(config: Config, devices: list[DeviceSpec]) -> Settings:
         memory=MemorySettings(
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after
         ),
+        admins=access.admins,
         shown=(
             ("copy.parallel", str(config.copy.parallel).lower()),
             ("copy.chunk_tokens", str(config.copy.chunk_tokens)),
+            ("access", access.allowed_text),
             ("ram.budget_source", source),
             ("ram.shuttle_bytes", str(shuttle_bytes)),
             ("ram.arena_bytes_per_worker", str(arena_bytes)),

@@ -9,31 +9,32 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, assert_never
+from typing import Final, assert_never
 
 import msgspec
 import psutil
 import zmq
 
 from ipc.codec import BadFrame, EncodeError, decode, encode
-from ipc.lifeline import Life, Lifeline, LifelineError, LifelineServer
+from ipc.lifeline import Life, Lifeline, Refused
 from ipc.logs import fields
 from ipc.messages import (
     Failed,
     Hello,
+    MemfdPool,
+    Register,
     Reply,
     Report,
     Request,
     StatsReply,
-    StopWorker,
     WorkerHello,
     WorkerSpec,
 )
-from ipc.server import FLUSH_S, Incoming, RouterServer, Sent
+from ipc.server import FLUSH_S, Incoming, Sent
 from shm.process import start_ticks
 from shm.shuttle import unlink
 from stratad import ledger
+from stratad.access import Access
 from stratad.core.core import Core
 from stratad.core.effects import (
     CloseDescriptor,
@@ -48,8 +49,12 @@ from stratad.core.effects import (
     SpawnWorker,
     UnlinkSegment,
 )
+from stratad.core.failures import Refusal
 from stratad.core.memory_tracks import Reading, Role, Target
+from stratad.core.registration import STAGE_LIMIT
 from stratad.core.state import Instant
+from stratad.descriptors import WorkerChannel
+from stratad.links import ClientLink, ClientLinks, Endpoints, RefusalLog, WorkerLink
 from stratad.processes import Processes
 
 log = logging.getLogger(__name__)
@@ -59,36 +64,6 @@ BAD_FRAME_LIMIT: Final = 16
 ACCEPT_LIMIT: Final = 16
 HELLO_BYTES: Final = 1024  # more is not read of a peer that nobody has vouched for
 LONGEST_WAIT_S: Final = 60.0
-
-
-@dataclass(slots=True, eq=False)
-class ClientLink:
-    """A client's lifeline and, once it has said hello, its ZeroMQ identity. Owns the descriptors it sent."""
-
-    client: int
-    lifeline: Lifeline
-    identity: bytes = b""
-    descriptors: dict[int, int] = field(default_factory=dict)
-    bad_frames: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class WorkerLink:
-    """The current process of a worker: its secret, its identity and, once connected, its lifeline."""
-
-    generation: int
-    token: bytes
-    identity: bytes
-    lifeline: Lifeline | None = None
-    greeted: bool = False
-
-
-class Endpoints(NamedTuple):
-    """The daemon's three sockets; the supervisor closes them."""
-
-    clients: RouterServer
-    workers: RouterServer
-    lifelines: LifelineServer
 
 
 class Supervisor:
@@ -103,6 +78,7 @@ class Supervisor:
         endpoints: Endpoints,
         processes: Processes,
         plans: dict[str, WorkerSpec],
+        access: Access,
         *,
         stop_s: float,
     ) -> None:
@@ -110,15 +86,14 @@ class Supervisor:
         self._clients, self._workers, self._listener = endpoints
         self._processes = processes
         self._plans = plans
+        self._access = access
+        self._refusals = RefusalLog()
         self._stop_s = stop_s
         self._stop_deadline_s: float | None = None
-        self._links: dict[int, ClientLink] = {}
-        self._by_identity: dict[bytes, ClientLink] = {}
-        self._by_token: dict[bytes, ClientLink] = {}
+        self._links = ClientLinks()
         self._worker_links: dict[str, WorkerLink] = {}
         self._worker_identities: dict[bytes, str] = {}
         self._unclaimed: dict[int, Lifeline] = {}
-        self._next_client = 1
         self._dropped: list[int] = []  # clients to drop once the effects in hand are done
         self._poller = zmq.Poller()
         self._epoll = select.epoll()  # all plain descriptors, so that the poller has three entries and not one for each
@@ -165,6 +140,9 @@ class Supervisor:
             self._clients.flush()
         if self._workers.pending_count:
             self._workers.flush()
+        for worker, link in list(self._worker_links.items()):
+            if link.channel.waiting and not link.channel.flush():
+                self._processes.kill(worker, link.generation, now.now_s)
         if self._stop_deadline_s is not None and self._stop_deadline_s <= now.now_s:
             self._stop_deadline_s = None
             self._event(lambda at: self._core.kill_all("the time for a graceful stop is over", at))
@@ -180,6 +158,8 @@ class Supervisor:
         if self._processes.unforked:
             wait_s = min(wait_s, max(min(self._processes.unforked.values()) - now_s, FLUSH_S))
         if self._processes.dying or self._clients.pending_count or self._workers.pending_count:
+            wait_s = min(wait_s, FLUSH_S)
+        if any(link.channel.waiting for link in self._worker_links.values()):
             wait_s = min(wait_s, FLUSH_S)
         return max(int(wait_s * 1000) + 1, 0) if wait_s > 0 else 0
 
@@ -290,18 +270,25 @@ class Supervisor:
             del self._worker_links[worker]
             self._worker_identities.pop(link.identity, None)
             self._workers.forget(link.identity)
-            if link.lifeline is not None:
-                self._close_lifeline(link.lifeline)
+            if link.channel.lifeline is not None:
+                self._close_lifeline(link.channel.lifeline)
         self._event(lambda at: self._core.worker_gone(worker, generation, reason, at))
 
     # --- lifelines ----------------------------------------------------------------------------------------------------
 
     def _on_connect(self) -> None:
         for _ in range(ACCEPT_LIMIT):
-            lifeline = self._listener.accept(self._core.state.settings.start_id)
+            lifeline = self._listener.admit(self._core.state.settings.start_id, self._access.why_not)
             if lifeline is None:
                 return
+            if isinstance(lifeline, Refused):
+                self._core.state.count("peers_refused")
+                self._refusals.add(lifeline, self._now.now_s)
+                continue
             pid = lifeline.peer.pid
+            if lifeline.peer.uid != self._access.own_uid:  # whatever its pid was before: no worker of ours
+                self._add_client(lifeline)
+                continue
             self._on_template_news_before(pid)
             proc = self._processes.by_pid(pid)
             if proc is not None:
@@ -323,10 +310,10 @@ class Supervisor:
 
     def _adopt_worker_lifeline(self, worker: str, lifeline: Lifeline) -> None:
         link = self._worker_links.get(worker)
-        if link is None or link.lifeline is not None:
+        if link is None or link.channel.lifeline is not None:
             lifeline.close()
             return
-        link.lifeline = lifeline
+        link.channel.lifeline = lifeline
         self._watch(lifeline.fileno(), lambda: self._on_worker_lifeline(lifeline))
 
     def _on_worker_lifeline(self, lifeline: Lifeline) -> None:
@@ -334,34 +321,29 @@ class Supervisor:
         if lifeline.drain() is Life.ENDED:
             self._unwatch(lifeline.fileno())
             for link in self._worker_links.values():
-                if link.lifeline is lifeline:
+                if link.channel.lifeline is lifeline:
                     link.greeted = False  # whoever speaks in its name from now on is somebody else
 
     def _add_client(self, lifeline: Lifeline) -> None:
-        client = self._next_client
-        self._next_client += 1
-        link = ClientLink(client, lifeline)
-        self._links[client] = link
-        self._by_token[lifeline.token] = link
+        link = self._links.add(lifeline)
         self._watch(lifeline.fileno(), lambda: self._on_client_lifeline(link))
         peer = lifeline.peer
-        self._event(lambda at: self._core.client_connected(client, peer.pid, peer.uid, peer.start_ticks, at))
+        self._event(lambda at: self._core.client_connected(link.client, peer.pid, peer.uid, peer.start_ticks, at))
 
     def _on_client_lifeline(self, link: ClientLink) -> None:
-        if link.lifeline.drain() is Life.ENDED:
+        if link.paused or link.lifeline.read_on() is Life.ENDED:  # of a paused one only the end is told
             self._drop_client(link)
+        elif link.lifeline.full:
+            link.paused = True
+            self._epoll.modify(link.lifeline.fileno(), 0)
 
     def _drop_client(self, link: ClientLink) -> None:
-        if self._links.pop(link.client, None) is None:
+        if not self._links.remove(link):
             return
-        self._by_token.pop(link.lifeline.token, None)
-        self._by_identity.pop(link.identity, None)
         self._clients.forget(link.identity)
         self._close_lifeline(link.lifeline)
         self._event(lambda at: self._core.client_gone(link.client, at))
-        for descriptor in link.descriptors.values():
-            os.close(descriptor)
-        link.descriptors.clear()
+        link.descriptors.close_all()
 
     def _close_lifeline(self, lifeline: Lifeline) -> None:
         self._unwatch(lifeline.fileno())
@@ -371,7 +353,7 @@ class Supervisor:
 
     def _on_clients(self) -> None:
         for incoming in self._clients.recv_all(RECEIVE_LIMIT):
-            link = self._by_identity.get(incoming.peer)
+            link = self._links.of_peer(incoming.peer)
             if link is None and len(incoming.frame) > HELLO_BYTES:
                 self._refuse(incoming.peer, -1, "hello_first", "the first message of a connection must be 'hello'")
                 continue
@@ -381,9 +363,13 @@ class Supervisor:
                 self._on_bad_frame(incoming.peer, link, bad)
                 continue
             if link is None:
-                link = self._greet(incoming.peer, request)
+                link = self._greet(incoming, request)
             if link is None:
                 continue
+            if isinstance(request, Register):  # a lifeline keeps few, and the worker may not be there yet
+                for stage in request.stages[:STAGE_LIMIT]:
+                    if isinstance(stage.pool, MemfdPool):
+                        link.descriptors.find(stage.pool.descriptor)
             try:
                 effects = self._core.request(link.client, request, self._now)
             except Exception:  # noqa: BLE001 - a bug of ours must cost one request, not the daemon and every image in it
@@ -391,20 +377,15 @@ class Supervisor:
                 effects = [ReplyTo(link.client, Failed(request.seq, "internal", "a bug of the daemon, see its log"))]
             self._perform(effects)
 
-    def _greet(self, peer: bytes, request: Request) -> ClientLink | None:
-        """Tie a ZeroMQ identity to the lifeline whose token it knows."""
-        if not isinstance(request, Hello):
-            self._refuse(peer, request.seq, "hello_first", "the first message of a connection must be 'hello'")
+    def _greet(self, incoming: Incoming, request: Request) -> ClientLink | None:
+        """The client that a first message comes from, or None: then it was refused."""
+        try:
+            if not isinstance(request, Hello):
+                raise Refusal("hello_first", "the first message of a connection must be 'hello'")
+            return self._links.claim(request.token, incoming)
+        except Refusal as refusal:
+            self._refuse(incoming.peer, request.seq, refusal.code, refusal.message)
             return None
-        link = self._by_token.get(request.token)
-        if link is None or link.identity:
-            self._refuse(
-                peer, request.seq, "hello_first", "the token is not one of a lifeline that waits for its hello"
-            )
-            return None
-        link.identity = peer
-        self._by_identity[peer] = link
-        return link
 
     def _on_bad_frame(self, peer: bytes, link: ClientLink | None, bad: BadFrame) -> None:
         self._core.state.count("bad_frames")
@@ -500,21 +481,15 @@ class Supervisor:
 
     def _send_to(self, effect: SendTo) -> None:
         link = self._worker_links.get(effect.worker)
-        sent = Sent.UNREACHABLE
-        if link is not None:
-            sent = self._workers.send(link.identity, encode(effect.command))
-        if sent in (Sent.SENT, Sent.QUEUED):
-            return
-        if link is not None and (sent is not Sent.UNREACHABLE or isinstance(effect.command, StopWorker)):
-            # It does not read, or it has not even connected when it is told to stop: its end answers for it.
-            self._processes.kill(effect.worker, link.generation, self._now.now_s)
+        if link is not None and not link.channel.send(effect.command):
+            self._processes.kill(effect.worker, link.generation, self._now.now_s)  # its end answers for it
 
     def _reply_to(self, client: int, message: Reply) -> None:
         link = self._links.get(client)
         if link is None or not link.identity:
             return
         if isinstance(message, StatsReply):
-            message = msgspec.structs.replace(message, memory=ledger.resident(self._members()))
+            message = msgspec.structs.replace(message, memory=ledger.resident(self._members(message)))
         try:
             frame = encode(message)
         except EncodeError as exc:
@@ -544,47 +519,29 @@ class Supervisor:
         template = self._processes.template
         return ledger.read_parts(template.pid, settled=template.ready is not None) if template is not None else None
 
-    def _members(self) -> list[ledger.Member]:
+    def _members(self, shown: StatsReply) -> list[ledger.Member]:
+        """The daemon's processes, and the engines that this reply may name."""
         members = [ledger.Member("supervisor", os.getpid())]
         if self._processes.template is not None:
             members.append(ledger.Member("template", self._processes.template.pid))
         members.extend(ledger.Member(proc.worker, proc.pid) for proc in self._processes.workers.values())
-        for engine in self._core.state.engines.values():
-            record = self._core.state.clients.get(engine.client)
-            if record is not None:
-                members.append(ledger.Member(f"engine {engine.name}", record.pid))
+        members.extend(ledger.Member(f"engine {engine.engine}", engine.pid) for engine in shown.engines if engine.pid)
         return members
 
     def _forward(self, effect: ForwardDescriptor) -> None:
-        """Pass a memfd on. One that never came is told by the worker, which finds none under the tag."""
-        client = self._links.get(effect.client)
         worker = self._worker_links.get(effect.worker)
-        if client is None or worker is None or worker.lifeline is None:
-            return
-        descriptor = client.descriptors.get(effect.descriptor)
-        if descriptor is None:
-            client.lifeline.drain()
-            try:
-                descriptor = client.descriptors[effect.descriptor] = client.lifeline.take(effect.descriptor)
-            except KeyError:
-                return
-        try:
-            worker.lifeline.send_descriptor(effect.worker_tag, descriptor)
-        except LifelineError as exc:
-            log.error("descriptor not forwarded", extra=fields(worker=effect.worker, why=str(exc)))
+        if worker is not None:
+            find = functools.partial(self._find_descriptor, effect.client, effect.descriptor)
+            worker.channel.pass_on(effect.worker_tag, find)
+
+    def _find_descriptor(self, client: int, tag: int) -> int | None:
+        link = self._links.get(client)
+        return None if link is None else link.descriptors.find(tag)
 
     def _close_descriptor(self, effect: CloseDescriptor) -> None:
         link = self._links.get(effect.client)
-        if link is None:
-            return
-        descriptor = link.descriptors.pop(effect.descriptor, None)
-        if descriptor is None:  # it was never forwarded: it may still lie in the lifeline
-            link.lifeline.drain()
-            try:
-                descriptor = link.lifeline.take(effect.descriptor)
-            except KeyError:
-                return
-        os.close(descriptor)
+        if link is not None:
+            link.descriptors.close(effect.descriptor)
 
     def _spawn(self, effect: SpawnWorker) -> None:
         token = os.urandom(16)
@@ -594,7 +551,8 @@ class Supervisor:
         spec = msgspec.structs.replace(
             plan, generation=effect.generation, token=token, identity=identity, faults=faults
         )
-        self._worker_links[effect.worker] = WorkerLink(effect.generation, token, identity)
+        channel = WorkerChannel(effect.worker, self._workers, identity)
+        self._worker_links[effect.worker] = WorkerLink(effect.generation, token, identity, channel)
         self._worker_identities[identity] = effect.worker
         self._processes.spawn(spec, self._now.now_s)
 
@@ -602,13 +560,12 @@ class Supervisor:
 
     def close(self, timeout_s: float) -> None:
         """Close sockets and descriptors, end the template."""
-        for link in list(self._links.values()):
+        for link in self._links:
             self._close_lifeline(link.lifeline)
-            for descriptor in link.descriptors.values():
-                os.close(descriptor)
+            link.descriptors.close_all()
         for worker in self._worker_links.values():
-            if worker.lifeline is not None:
-                self._close_lifeline(worker.lifeline)
+            if worker.channel.lifeline is not None:
+                self._close_lifeline(worker.channel.lifeline)
         for lifeline in self._unclaimed.values():
             lifeline.close()
         self._processes.close(timeout_s)

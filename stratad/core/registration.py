@@ -29,6 +29,7 @@ STAGE_LIMIT = 64
 PLANE_LIMIT = 4096
 GROUP_LIMIT = 64
 KNOWN_FINGERPRINTS = 64
+KNOWN_NAMESPACES = 1024
 
 
 def register(state: State, client: ClientRecord, request: Register) -> None:
@@ -42,7 +43,7 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
     check_name("namespace", request.namespace)
     check_name("engine", request.engine)
     owner = state.owners.get(request.namespace, client.uid)
-    if owner != client.uid:
+    if owner != client.uid and _in_use(state, request.namespace):
         raise Refusal("not_permitted", f"namespace {request.namespace!r} belongs to uid {owner}, you are {client.uid}")
     check_fingerprint(request.fingerprint)
     if not 0 < len(request.stages) <= STAGE_LIMIT:
@@ -68,6 +69,7 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
         state.now_s + request.deadline_s,
     )
     _forget_fingerprints(state)
+    _forget_owners(state, request.namespace)
     state.fingerprint_fields[fingerprint] = fields
     state.engines[engine.engine_id] = engine
     state.wake_by(engine.register_deadline_s)
@@ -84,6 +86,24 @@ def _forget_fingerprints(state: State) -> None:
     used = {engine.scope.fingerprint for engine in state.engines.values()}
     used |= {image.scope.fingerprint for image in state.catalog.images.values()}
     state.fingerprint_fields = {k: v for k, v in state.fingerprint_fields.items() if k in used}
+
+
+def _in_use(state: State, namespace: str) -> bool:
+    """Whether a namespace has an engine or an image: as long as it has, it belongs to its owner."""
+    return any(engine.namespace == namespace for engine in state.engines.values()) or any(
+        image.scope.namespace == namespace for image in state.catalog.images.values()
+    )
+
+
+def _forget_owners(state: State, namespace: str) -> None:
+    """Give up the owner of `namespace` if it is not in use, and of all such once many are known."""
+    if namespace in state.owners and not _in_use(state, namespace):
+        del state.owners[namespace]
+    if len(state.owners) < KNOWN_NAMESPACES:
+        return
+    used = {engine.namespace for engine in state.engines.values()}
+    used |= {image.scope.namespace for image in state.catalog.images.values()}
+    state.owners = {name: uid for name, uid in state.owners.items() if name in used}
 
 
 def forget_descriptors(state: State, client: int, stages: tuple[Stage, ...]) -> None:

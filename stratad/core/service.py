@@ -131,7 +131,7 @@ def _hello(state: State, client: ClientRecord, hello: Hello) -> None:
 
 
 def _is_admin(state: State, client: ClientRecord) -> bool:
-    return client.uid in (0, state.settings.uid)
+    return client.uid in (0, state.settings.uid) or client.uid in state.settings.admins
 
 
 def _may_touch(state: State, client: ClientRecord, namespace: str) -> bool:

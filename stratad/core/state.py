@@ -48,6 +48,7 @@ class Settings:
     link_floor_bytes_per_s: float
     restarts: RestartPolicy
     memory: MemorySettings = field(default_factory=MemorySettings)
+    admins: frozenset[int] = frozenset()
     shown: tuple[tuple[str, str], ...] = ()
 
 

@@ -15,9 +15,9 @@ from typing import Final, Protocol
 from ipc.messages import ImageDetail, ImageInfo, MemoryReply, StatsReply, Welcome
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError, JsonObject
-from stratad.ctl.permission import barrier
 from stratad.errors import DeadlineExceeded, Lost, ProtocolError, StratadError
 from stratad.paths import PathError, SocketPaths, default_run_dir, socket_paths
+from stratad.permission import barrier
 
 # The client keeps every deadline itself; the alarm is for what it cannot interrupt, so it comes a little later.
 _ALARM_GRACE_S: Final = 0.5
@@ -184,9 +184,15 @@ def translated(exc: StratadError, target: Target) -> CommandError:
     if isinstance(exc, ProtocolError):
         fix = "restart the daemon, or run the stratactl that was installed with it"
         return CommandError(ExitCode.USAGE, exc.code, exc.message, fix, data)
+    if exc.code == "not_permitted" and exc.detail:  # said before the hello: this user may not even ask
+        return CommandError(ExitCode.FAILED, exc.code, exc.message, _ADMIT_FIX.format(uid=os.geteuid()), data)
     return CommandError(ExitCode.FAILED, exc.code, exc.message, _FIXES.get(exc.code, ""), data)
 
 
+_ADMIT_FIX: Final = (
+    "have the administrator set STRATAD_ACCESS_USERS={uid} (or access.users in its file) and restart "
+    "the daemon, or run as one of those who are allowed"
+)
 _FIXES: Final[dict[str, str]] = {
     "unknown_conversation": "see the published ones with `stratactl list`",
     "unknown_image": "see the published ones with `stratactl list`",

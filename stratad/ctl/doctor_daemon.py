@@ -13,8 +13,8 @@ from shm.shuttle import MOUNT
 from stratad.ctl.connection import Connect, Target, connected, listens, paths_of
 from stratad.ctl.findings import Check, State
 from stratad.ctl.output import CommandError, JsonObject, human_age
-from stratad.ctl.permission import barrier
 from stratad.paths import PathError, SocketPaths
+from stratad.permission import barrier
 from stratad.version import package_hash
 
 _LOCK_WORDS: Final = 8
@@ -41,15 +41,14 @@ def sockets(target: Target) -> Iterator[Check]:
 
 
 def directory(folder: Path) -> Check:
-    """Whether nobody but its owner may put sockets into a run directory, and we may use it."""
+    """Whether nobody but its owner may put sockets into a run directory."""
     status = folder.stat()
     mode = stat.S_IMODE(status.st_mode)
     text = f"{folder} belongs to uid {status.st_uid}, mode {mode:04o}"
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         return Check("run directory", State.FAIL, f"{text}: others may write to it", _TRUST_FIX)
     if status.st_uid not in (os.geteuid(), 0):
-        fix = "run the engine and stratactl as this user or in this user's group"
-        return Check("run directory", State.WARN, f"{text}: a daemon of another user", fix)
+        return Check("run directory", State.OK, f"{text}: a daemon of another user, which says itself whom it serves")
     return Check("run directory", State.OK, text)
 
 
@@ -58,7 +57,8 @@ def _stale(paths: SocketPaths) -> Iterator[Check]:
     kinds = {paths.life: socket.SOCK_SEQPACKET, paths.client: socket.SOCK_STREAM, paths.worker: socket.SOCK_STREAM}
     found = {path: listens(path, kind) for path, kind in kinds.items()}
     stale = [path.name for path, answer in found.items() if answer is False]
-    missing = [path.name for path, answer in found.items() if answer is None]
+    # Those that are there and keep us out (the workers' is its user's alone) are not missing.
+    missing = [path.name for path, answer in found.items() if answer is None and not path.exists()]
     if stale:
         text = f"nobody listens at {', '.join(stale)} in {paths.directory}: left by a daemon that died"
         yield Check("sockets", State.WARN, text, "start the daemon: it replaces them")
@@ -81,6 +81,8 @@ def instance_lock(instance: str, *, answers: bool, shm: Path = MOUNT, locks: Pat
         status = path.stat()
     except FileNotFoundError:
         return Check("lock", State.OK, f"{path} is not there")
+    if status.st_uid != os.geteuid() and answers:
+        return Check("lock", State.OK, f"{path} belongs to uid {status.st_uid}, whose daemon answers")
     if status.st_uid != os.geteuid():
         fix = "run as that user, or choose another --instance"
         return Check("lock", State.WARN, f"{path} belongs to uid {status.st_uid}", fix)

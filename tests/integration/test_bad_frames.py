@@ -3,16 +3,18 @@
 import os
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgpack
 import pytest
 import zmq
 
-from ipc.lifeline import Lifeline
+from ipc.lifeline import MAX_STASHED, Lifeline
 from ipc.messages import PROTOCOL_VERSION
 from stratad.client import Client
 from stratad.paths import socket_paths
 from tests.support.daemon import DaemonProcess
+from tests.support.wait import wait_until
 
 
 @pytest.fixture
@@ -123,3 +125,18 @@ def test_a_flood_of_rubbish_costs_no_memory_and_nobody_else(
 
 def supervisor_anon_bytes(client: Client) -> int:
     return next(m.anon_bytes for m in client.stats().memory if m.role == "supervisor")
+
+
+def test_descriptors_ahead_of_their_messages_wait(daemon: DaemonProcess, client: Client) -> None:
+    """More than a lifeline keeps: the rest stays in the socket, and goes with its sender."""
+    before = client.stats().counters
+    descriptors = len(list(Path(f"/proc/{daemon.pid}/fd").iterdir()))
+    pool = os.memfd_create("ahead")
+    with Lifeline.connect(socket_paths(daemon.run_dir, daemon.instance).life, 5.0) as lifeline:
+        for tag in range(MAX_STASHED + 20):
+            lifeline.send_descriptor(tag, pool, 5.0)
+        wait_until(lambda: len(list(Path(f"/proc/{daemon.pid}/fd").iterdir())) == descriptors + 1 + MAX_STASHED)
+        assert client.stats().health
+    os.close(pool)
+    wait_until(lambda: len(list(Path(f"/proc/{daemon.pid}/fd").iterdir())) == descriptors)
+    assert client.stats().counters.get("internal_errors", 0) == before.get("internal_errors", 0)

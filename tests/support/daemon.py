@@ -14,6 +14,7 @@ from typing import Self
 from shm.shuttle import MOUNT
 from stratad.client import Client
 from tests.support.instances import fresh_instance
+from tests.support.users import Runtime
 
 START_S = 20.0
 STOP_S = 20.0
@@ -30,6 +31,10 @@ class DaemonProcess:
     Args:
         devices: ``cpu:N``.
         settings: further ``section.key`` settings, over `SMALL_SETTINGS`.
+        home_mode: of the directory that holds its run and state directories.
+        run_dir_gid: group that is given the run directory (0750) before the start; -1: the daemon makes it.
+        umask: under which it is started; -1: as it is here.
+        uid: user (and group) that it runs as, with `runtime`; None: as we do.
         faults: ``{"cpu:0#1/copy_error": "2"}``: faults of workers (see `workers.faulty`), here only of generation 1.
     """
 
@@ -39,10 +44,18 @@ class DaemonProcess:
         settings: Mapping[str, str] | None = None,
         faults: Mapping[str, str] | None = None,
         instance: str | None = None,
+        *,
+        home_mode: int = 0o700,
+        run_dir_gid: int = -1,
+        umask: int = -1,
+        uid: int | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self.instance = instance or fresh_instance()
         self.home = Path(tempfile.mkdtemp(prefix="stratad-test-"))
-        self.home.chmod(0o700)
+        self.home.chmod(home_mode)
+        if uid is not None:
+            os.chown(self.home, uid, uid)
         self.run_dir = self.home / "run"
         self.state_dir = self.home / "state"
         self.log_path = self.home / "log"
@@ -50,6 +63,13 @@ class DaemonProcess:
         if faults:
             self._settings["testing.worker_faults"] = ",".join(f"{key}={when}" for key, when in faults.items())
         self._devices = devices
+        self._umask = umask
+        self._uid = uid
+        self._runtime = runtime
+        if run_dir_gid >= 0:
+            self.run_dir.mkdir()
+            os.chown(self.run_dir, -1, run_dir_gid)
+            self.run_dir.chmod(0o750)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -65,19 +85,32 @@ class DaemonProcess:
 
     def command(self) -> list[str]:
         """The daemon's command line."""
-        command = [sys.executable, "-P", "-m", "stratad", "--instance", self.instance]
+        python = self._runtime.python if self._runtime else sys.executable
+        command = [python, "-P", "-m", "stratad", "--instance", self.instance]
         command += ["--run-dir", str(self.run_dir), "--state-dir", str(self.state_dir), "--devices", self._devices]
         for key, value in self._settings.items():
             command += ["--set", f"{key}={value}"]
         return command
 
-    def start(self) -> Self:
+    def start(self, answers_within_s: float = START_S) -> Self:
         """Start it and wait until it answers."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATAD_")}
+        if self._runtime:
+            environ |= self._runtime.environ
+        groups: list[int] | None = None if self._uid is None else []
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(self.command(), stderr=log, stdin=subprocess.DEVNULL, env=environ)
+            self._process = subprocess.Popen(
+                self.command(),
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environ,
+                umask=self._umask,
+                user=self._uid,
+                group=self._uid,
+                extra_groups=groups,
+            )
         try:
-            with self.client(deadline_s=START_S):
+            with self.client(deadline_s=answers_within_s):
                 pass
         except BaseException:
             self.kill()

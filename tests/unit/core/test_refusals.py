@@ -8,8 +8,10 @@ import pytest
 from ipc.messages import (
     PROTOCOL_VERSION,
     Capture,
+    Clear,
     CudaIpcPool,
     Done,
+    Failed,
     Hello,
     Lookup,
     MemfdPool,
@@ -19,9 +21,11 @@ from ipc.messages import (
     Show,
     Stage,
     Stats,
+    Unregister,
 )
 from shm.layout import Plane
 from shm.rows import pack_numbers, pack_rows
+from stratad.core import registration
 from stratad.core.effects import CloseDescriptor
 from tests.support.core_harness import FINGERPRINT, ROWS, Harness, layout, pack_tokens
 from tests.support.layouts import stage_layout
@@ -199,6 +203,51 @@ def test_namespaces_belong_to_their_uid(core: Harness) -> None:
     show = Show(core.next_seq(), "ns", "a")
     core.ask(3, show)
     assert core.final(3, show.seq).image.conversation == "a"  # type: ignore[union-attr]
+
+
+def test_a_namespace_is_its_owners_as_long_as_anything_is_in_it(core: Harness) -> None:
+    engine = core.register()
+    core.ask(1, good_capture(core, engine))
+    core.finish_all()
+    core.ask(1, Unregister(core.next_seq(), engine))
+    core.connect(2, uid=2000)
+
+    def register() -> Register:
+        one = layout()
+        stages = (Stage(0, "cpu:0", MemfdPool(1, one.end_bytes), one),)
+        request = Register(core.next_seq(), "ns", "e", FINGERPRINT, stages)
+        core.ask(2, request)
+        return request
+
+    before = dict(core.core.state.numbers)
+    assert core.failure(2, register().seq).code == "not_permitted"
+    assert core.core.state.numbers == before  # no worker was troubled
+    core.ask(1, Clear(core.next_seq(), "ns"))
+    core.final(2, register().seq)
+    assert core.core.state.owners == {"ns": 2000}
+
+
+def test_owners_of_namespaces_that_are_gone_are_forgotten(core: Harness) -> None:
+    state = core.core.state
+    engine = core.register()
+    state.owners |= {f"gone-{n}": 1000 for n in range(registration.KNOWN_NAMESPACES)}
+    core.register(namespace="second")
+    assert state.owners.keys() == {"ns", "second"}
+    assert engine in state.engines
+
+
+def test_admins_may_touch_what_is_not_theirs(make_core: Callable[..., Harness]) -> None:
+    core = make_core(admins=frozenset({0, 3000}))
+    core.connect()
+    engine = core.register()
+    core.ask(1, good_capture(core, engine))
+    core.finish_all()
+    for client, (uid, allowed) in enumerate([(3000, True), (0, True), (2000, False)], start=2):
+        core.connect(client, uid=uid)
+        show = Show(core.next_seq(), "ns", "a")
+        core.ask(client, show)
+        code = "" if not isinstance(found := core.final(client, show.seq), Failed) else found.code
+        assert code == ("" if allowed else "not_permitted")
 
 
 def test_engines_of_another_client_cannot_be_used(core: Harness) -> None:

@@ -18,7 +18,17 @@ from typing import NamedTuple
 import msgpack
 import pytest
 
-from ipc.lifeline import MAX_DRAINED, MAX_STASHED, Life, Lifeline, LifelineError, LifelineServer
+from ipc.credentials import credentials_of, process_behind
+from ipc.lifeline import (
+    MAX_DRAINED,
+    MAX_STASHED,
+    Life,
+    Lifeline,
+    LifelineError,
+    LifelineRefused,
+    LifelineServer,
+    Refused,
+)
 from ipc.rundir import RunDirError
 from shm.process import own_identity, start_ticks
 from tests.support.wait import wait_until
@@ -102,7 +112,7 @@ def test_both_ends_agree_and_know_each_other(pair: Pair) -> None:
     assert len(pair.ours.token) == 16
     assert pair.theirs.start_id == START_ID
     for end in (pair.ours, pair.theirs):
-        assert end.peer == (own_identity().pid, os.geteuid(), os.getegid(), own_identity().start_ticks)
+        assert end.peer[:4] == (own_identity().pid, os.geteuid(), os.getegid(), own_identity().start_ticks)
         assert not os.get_inheritable(end.fileno())
 
 
@@ -392,3 +402,59 @@ def test_modes_and_paths(tmp_path: Path) -> None:
         LifelineServer.listen(tmp_path / ("x" * 120))
     with pytest.raises(RunDirError, match="107"):
         Lifeline.connect(tmp_path / ("x" * 120), 0.1)
+
+
+def test_a_peer_that_is_not_served_is_told_why_and_costs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "life.sock"
+    caught: list[LifelineRefused] = []
+
+    def ask() -> None:
+        with pytest.raises(LifelineRefused) as refusal:
+            Lifeline.connect(path, 5.0)
+        caught.append(refusal.value)
+
+    with LifelineServer.listen(path) as server:
+        for reason in ("not you", "ü" * 5000):
+            thread = threading.Thread(target=ask)
+            thread.start()
+            refused = wait_until(lambda why=reason: server.admit(START_ID, lambda _: why))  # type: ignore[misc]
+            thread.join()
+            assert isinstance(refused, Refused)
+            assert refused.peer.uid == os.geteuid()
+        before = open_descriptors()
+        theirs, ours = connect(server, path)
+        with theirs, ours:
+            assert open_descriptors() == before + 2
+    assert [(exc.code, exc.message) for exc in caught] == [("not_permitted", "not you"), ("not_permitted", "ü" * 1000)]
+
+
+def test_the_judge_sees_the_kernels_word(pair: Pair, tmp_path: Path) -> None:
+    assert pair.ours.peer.groups == tuple(sorted(os.getgroups()))
+    assert pair.ours.peer.gid == os.getegid()
+
+
+def test_the_process_behind_a_descriptor(pair: Pair) -> None:
+    assert process_behind(pair.ours.fileno()) == (os.getpid(), os.geteuid())
+    left, right = os.pipe()
+    assert process_behind(left) is None
+    os.close(left)
+    os.close(right)
+    assert process_behind(left) is None
+    assert process_behind(-1) is None
+    with raw(pair.ours) as connection:
+        assert credentials_of(connection).pid == os.getpid()
+
+
+def test_reading_on_loses_nothing_when_no_more_can_be_kept(pair: Pair, descriptor: int) -> None:
+    for tag in range(MAX_STASHED + 10):
+        pair.theirs.send_descriptor(tag, descriptor)
+    assert pair.ours.read_on(3) is Life.OPEN
+    assert not pair.ours.full  # it stops at what was wanted
+    assert pair.ours.read_on() is Life.OPEN
+    assert pair.ours.full
+    for tag in range(MAX_STASHED + 10):
+        pair.ours.read_on(tag)
+        os.close(pair.ours.take(tag))
+    assert pair.ours.refused_count == 0
+    pair.theirs.close()
+    assert pair.ours.read_on() is Life.ENDED

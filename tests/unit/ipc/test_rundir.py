@@ -1,12 +1,23 @@
 """Which directories and paths are trusted."""
 
 import os
+import socket
 import stat
+import struct
 from pathlib import Path
 
 import pytest
 
-from ipc.rundir import SOCKET_PATH_LIMIT_BYTES, RunDirError, check_socket_path, prepare_directory
+from ipc.rundir import (
+    SOCKET_PATH_LIMIT_BYTES,
+    Reach,
+    RunDirError,
+    check_socket_path,
+    open_directory,
+    owner_only,
+    prepare_directory,
+    set_reach,
+)
 
 
 def mode_of(path: Path) -> int:
@@ -20,7 +31,7 @@ def test_made_with_the_right_mode_whatever_the_umask(tmp_path: Path, umask: int)
         prepare_directory(tmp_path / "run" / "default")
     finally:
         os.umask(before)
-    assert (mode_of(tmp_path / "run"), mode_of(tmp_path / "run/default")) == (0o750, 0o750)
+    assert (mode_of(tmp_path / "run"), mode_of(tmp_path / "run/default")) == (0o711, 0o750)
     prepare_directory(tmp_path / "run" / "default")
 
 
@@ -97,3 +108,52 @@ def test_the_length_of_a_path_counts_in_bytes(filler: str) -> None:
 def test_a_relative_path() -> None:
     with pytest.raises(RunDirError, match="absolute"):
         check_socket_path(Path("run/x.sock"))
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_a_socket_is_its_owners_until_it_is_opened(tmp_path: Path, umask: int) -> None:
+    path = tmp_path / "x.sock"
+    before = os.umask(umask)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            with owner_only():
+                listener.bind(str(path))
+            assert mode_of(path) == 0o600
+            assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    set_reach(path, Reach(0o660))
+    assert mode_of(path) == 0o660
+
+
+def test_a_directory_is_opened_to_a_group(tmp_path: Path) -> None:
+    prepare_directory(tmp_path / "run/default")
+    folder = tmp_path / "run/default"
+    open_directory(folder, 0o711)
+    assert mode_of(folder) == 0o711
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a directory to any group")
+    open_directory(folder, 0o750, 4242)
+    assert (mode_of(folder), folder.stat().st_gid) == (0o750, 4242)
+    open_directory(folder, 0o700)
+    assert (mode_of(folder), folder.stat().st_gid) == (0o700, 4242)
+
+
+def test_a_group_that_is_not_ours_to_give(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may give files to any group")
+    with pytest.raises(RunDirError, match="4242"):
+        open_directory(tmp_path, 0o750, 4242)
+
+
+def test_an_access_list_names_users_and_groups(tmp_path: Path) -> None:
+    path = tmp_path / "x.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+    if not set_reach(path, Reach(0o660, uids=(7, 3), gids=(9,))):
+        assert mode_of(path) == 0o666
+        pytest.skip("no access control lists on this file system: anybody may connect, and is asked at the lifeline")
+    found = os.getxattr(path, "system.posix_acl_access")
+    entries = [struct.unpack_from("<HHI", found, offset) for offset in range(4, len(found), 8)]
+    assert [entry for entry in entries if entry[0] in (2, 8)] == [(2, 6, 3), (2, 6, 7), (8, 6, 9)]
+    assert [entry[1] for entry in entries if entry[0] in (4, 32)] == [0, 0]  # neither our group nor others

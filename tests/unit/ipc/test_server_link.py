@@ -58,7 +58,7 @@ def fill(server: RouterServer, peer: bytes, frame: bytes) -> dict[Sent, int]:
 def test_there_and_back(server: RouterServer, path: Path) -> None:
     with connect(path, b"cpu:0#1") as link:
         link.send(b"ask")
-        assert receive(server) == (b"cpu:0#1", b"ask", 1)
+        assert receive(server)[:3] == (b"cpu:0#1", b"ask", 1)
         assert server.send(b"cpu:0#1", b"answer") is Sent.SENT
         assert link.recv(5.0) == b"answer"
         assert link.recv(0.0) is None
@@ -105,9 +105,9 @@ def test_a_turn_takes_no_more_than_its_limit(server: RouterServer, path: Path) -
 def test_any_other_count_of_frames_is_reported(server: RouterServer, path: Path, frames: list[bytes]) -> None:
     with connect(path, b"w") as link:
         link.socket.send_multipart(frames)
-        assert receive(server) == (b"w", b"", len(frames))
+        assert receive(server)[:3] == (b"w", b"", len(frames))
         link.send(b"good")
-        assert receive(server) == (b"w", b"good", 1)
+        assert receive(server)[:3] == (b"w", b"good", 1)
 
 
 def test_an_answer_of_two_frames_breaks_the_wire(server: RouterServer, path: Path) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from stratad import __version__
-from stratad.config import MIB, Config, ConfigError, load_config, render_config
+from stratad.config import MIB, AccessConfig, Config, ConfigError, load_config, render_config
 from stratad.config_text import MEANINGS
 from stratad.devices import Devices
 
@@ -271,3 +271,32 @@ def test_set_without_a_value() -> None:
 
 def test_print_config_is_only_remembered() -> None:
     assert load("--print-config").print_config
+
+
+def test_who_may_use_the_daemon(file: Path) -> None:
+    assert load().access == AccessConfig((), ("auto",), ())
+    file.write_text('[access]\nusers = ["root", 1001]\ngroups = []\n')
+    from_file = load("--config", str(file)).access
+    assert from_file == AccessConfig(("root", "1001"), (), ())
+    assert load("--set", "access.users=root, 1001", "--set", "access.groups=").access == from_file
+    assert load(STRATAD_ACCESS_USERS="root,1001", STRATAD_ACCESS_GROUPS="[]").access == from_file
+    assert load("--set", "access.groups=auto,7").access.groups == ("auto", "7")
+    text = render_config(load("--config", str(file)))
+    assert 'users = ["root", "1001"]' in text
+    file.write_text(text)
+    assert load("--config", str(file)).access == from_file
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("users=no-such-user", "no user 'no-such-user'"),
+        ("admins=root,no-such-user", "no user 'no-such-user'"),
+        ("groups=no-such-group", "no group 'no-such-group'"),
+        ("users=a,,b", "access.users"),
+        ("users=[true]", "access.users"),
+        ("users=[", "access.users"),
+    ],
+)
+def test_names_that_cannot_be(setting: str, said: str) -> None:
+    assert said in refused("--set", f"access.{setting}")

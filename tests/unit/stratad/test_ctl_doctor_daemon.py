@@ -16,8 +16,8 @@ from stratad.ctl.connection import DaemonClient, Target, connect_client, listens
 from stratad.ctl.doctor_daemon import instance_lock, lock_holder, sockets
 from stratad.ctl.findings import Check, State
 from stratad.ctl.output import CommandError
-from stratad.ctl.permission import barrier
 from stratad.errors import error_for
+from stratad.permission import barrier
 from tests.support.ctl_fakes import STATS, FakeClient, another_build, with_health
 
 NOBODY = 65534

@@ -3,7 +3,9 @@
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+ASK_TEXT: Final = "or have the daemon's administrator name you in its access.users"
 
 
 class Barrier(NamedTuple):
@@ -37,7 +39,7 @@ def _barrier(place: Path, status: os.stat_result, *, is_socket: bool) -> Barrier
     let_in = stat.S_IRGRP | stat.S_IWGRP if is_socket else stat.S_IXGRP
     if mode & let_in == let_in:
         return Barrier(what, f"permission: join group {group} of {place}")
-    return Barrier(what, f"permission: {place} is for its user alone: run as user {user}")
+    return Barrier(what, f"permission: {place} is for its user alone: run as user {user}, {ASK_TEXT}")
 
 
 def _user_name(uid: int) -> str:
