@@ -178,7 +178,7 @@ def test_the_example_of_a_greeting_is_of_this_version() -> None:
 
 def test_the_numbers_of_the_text_are_those_of_the_code() -> None:
     assert all(f"`{name}`" in chapter("A session") for name in FINGERPRINT_REQUIRED)
-    assert f"At most {ipc.lifeline.MAX_STASHED} descriptors wait" in TEXT
+    assert f"At most {ipc.lifeline.MAX_STASHED} descriptors are taken in ahead" in TEXT
     (tag,) = re.findall(r"packet of tag 1 has the bytes `([0-9a-f]+)`", TEXT)
     assert bytes.fromhex(tag) == (1).to_bytes(8, "little")
 
