@@ -25,6 +25,7 @@ from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
 from stratad.keys import load_digest_key
 from stratad.lock import InstanceLock
+from stratad.notify import Notifier
 from stratad.paths import SocketPaths, socket_paths
 from stratad.processes import Processes
 from stratad.supervisor import Endpoints, Supervisor
@@ -39,10 +40,12 @@ DEFAULT_CPU_WORKERS: Final = 2
 AUTO_SHARE: Final = 0.25
 LEAST_SHUTTLE_BYTES: Final = 2 * GRANULE_BYTES  # a header and a chunk
 TEMPLATE_END_S: Final = 1.0
+# A step of the start: to free a dead daemon's arena, or to wake a driver that no process keeps loaded.
+START_STEP_S: Final = 60.0
 
 
-def run(config: Config) -> int:
-    """Run the daemon until it is told to stop; returns its exit status.
+def run(config: Config, notifier: Notifier) -> int:
+    """Run the daemon until it is told to stop; returns its exit status. `notifier` leads to the service manager, if any.
 
     Raises:
         OSError, ValueError, InstanceLocked: it cannot start; the text says why.
@@ -50,11 +53,13 @@ def run(config: Config) -> int:
     with ExitStack() as stack:
         lock = InstanceLock.take(config.daemon.instance)
         stack.callback(lambda: lock.release(unlink=True))
+        notifier.starting("looking for segments of an earlier daemon", START_STEP_S)
         removed = remove_segments(config.daemon.instance)
         if removed:
             log.warning("removed segments of an earlier daemon", extra=fields(count=len(removed)))
         paths = socket_paths(Path(config.daemon.run_dir), config.daemon.instance)
         key = load_digest_key(Path(config.daemon.state_dir))
+        notifier.starting("finding devices", START_STEP_S)
         devices = _devices(config)
         settings = _settings(config, devices)
         endpoints = Endpoints(
@@ -71,6 +76,7 @@ def run(config: Config) -> int:
             Processes(import_torch=any(not d.device.startswith("cpu:") for d in devices)),
             {d.worker: _spec(config, paths, key, d) for d in devices},
             stop_s=config.deadlines.stop_s,
+            notifier=notifier,
         )
         stack.callback(lambda: supervisor.close(TEMPLATE_END_S))
         _become_subreaper()

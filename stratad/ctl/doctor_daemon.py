@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from ipc.messages import StatsReply
 from ipc.rundir import RunDirError, check_socket_path
 from shm.shuttle import MOUNT
-from stratad.ctl.connection import Connect, Target, connected, listens, paths_of
+from stratad.ctl.connection import Connect, Target, connected, listener, listens, paths_of
 from stratad.ctl.findings import Check, State
 from stratad.ctl.output import CommandError, JsonObject, human_age
 from stratad.ctl.permission import barrier
@@ -32,24 +32,44 @@ def sockets(target: Target) -> Iterator[Check]:
     if barred := barrier(paths.life):
         yield Check("sockets", State.FAIL, barred.what, barred.fix)
         return
-    yield instance_lock(target.instance, answers=listens(paths.life, socket.SOCK_SEQPACKET) is True)
+    answers = listens(paths.life, socket.SOCK_SEQPACKET) is True
+    yield instance_lock(target.instance, answers=answers)
     if not paths.directory.exists():
         yield Check("sockets", State.OK, f"{paths.directory} is not there: the daemon makes it at its start")
         return
-    yield directory(paths.directory)
+    yield directory(paths.directory, answers=answers)
     yield from _stale(paths)
 
 
-def directory(folder: Path) -> Check:
-    """Whether nobody but its owner may put sockets into a run directory, and we may use it."""
+class Owner(NamedTuple):
+    """Whose daemon is examined: one that listens (`pid` 0 if it lives in another pid namespace), else our own to be."""
+
+    pid: int
+    uid: int
+
+
+def owner(target: Target) -> Owner:
+    """Pid and uid of the daemon of the target; of ourselves where none listens."""
+    try:
+        found = listener(paths_of(target).life, socket.SOCK_SEQPACKET)
+    except PathError:
+        found = None
+    return Owner(*(found or (os.getpid(), os.geteuid())))
+
+
+def directory(folder: Path, *, answers: bool) -> Check:
+    """Whether nobody but its owner may put sockets into a run directory, and we may use it.
+
+    `answers` says whether somebody listens there: then a daemon of another user has let us in.
+    """
     status = folder.stat()
     mode = stat.S_IMODE(status.st_mode)
     text = f"{folder} belongs to uid {status.st_uid}, mode {mode:04o}"
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         return Check("run directory", State.FAIL, f"{text}: others may write to it", _TRUST_FIX)
-    if status.st_uid not in (os.geteuid(), 0):
-        fix = "run the engine and stratactl as this user or in this user's group"
-        return Check("run directory", State.WARN, f"{text}: a daemon of another user", fix)
+    if status.st_uid not in (os.geteuid(), 0) and not answers:
+        fix = "start that user's daemon (`systemctl start stratad` where it is the service's), or choose another --run-dir"
+        return Check("run directory", State.WARN, f"{text}: of another user, and no daemon listens", fix)
     return Check("run directory", State.OK, text)
 
 
@@ -74,15 +94,15 @@ def _stale(paths: SocketPaths) -> Iterator[Check]:
 def instance_lock(instance: str, *, answers: bool, shm: Path = MOUNT, locks: Path = Path("/proc/locks")) -> Check:
     """Who holds the instance lock. It is looked up, never taken: a daemon that starts meanwhile must not meet us.
 
-    `answers` says whether somebody listens at the instance's sockets.
+    `answers` says whether somebody listens at the instance's sockets: a daemon of another user may well serve us.
     """
     path = shm / f"stratad.{instance}.lock"
     try:
         status = path.stat()
     except FileNotFoundError:
         return Check("lock", State.OK, f"{path} is not there")
-    if status.st_uid != os.geteuid():
-        fix = "run as that user, or choose another --instance"
+    if status.st_uid != os.geteuid() and not answers:
+        fix = "start that user's daemon (`systemctl start stratad` where it is the service's), or choose another --instance"
         return Check("lock", State.WARN, f"{path} belongs to uid {status.st_uid}", fix)
     holder = lock_holder(locks.read_text(), status.st_dev, status.st_ino)
     if holder is None:

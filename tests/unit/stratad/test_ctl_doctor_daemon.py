@@ -123,6 +123,21 @@ def test_a_directory_that_others_may_write_to(target: Target) -> None:
     assert states(sockets(target))["run directory"] is State.FAIL
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_daemon_of_another_user_that_lets_us_in_is_fine(target: Target, tmp_path: Path) -> None:
+    folder = directory_of(target)
+    os.chown(folder, NOBODY, NOBODY)
+    assert doctor_daemon.directory(folder, answers=True).state is State.OK
+    assert doctor_daemon.directory(folder, answers=False).state is State.WARN
+    lock = tmp_path / "stratad.one.lock"
+    lock.touch()
+    os.chown(lock, NOBODY, NOBODY)
+    assert instance_lock("one", answers=True, shm=tmp_path).state is State.OK
+    left = instance_lock("one", answers=False, shm=tmp_path)
+    assert left.state is State.WARN
+    assert "systemctl start stratad" in left.fix
+
+
 @pytest.mark.parametrize("target_", [Target(Path("/" + "x" * 120), "one", 1.0), Target(Path("/run"), "No Such!", 1.0)])
 def test_paths_that_cannot_be(target_: Target) -> None:
     assert states(sockets(target_)) == {"sockets": State.FAIL}
