@@ -45,7 +45,7 @@ START_STEP_S: Final = 60.0
 
 
 def run(config: Config, notifier: Notifier) -> int:
-    """Run the daemon until it is told to stop; returns its exit status. `notifier` leads to the service manager, if any.
+    """Run the daemon until it is told to stop; returns its exit status. `notifier` is the way to the service manager.
 
     Raises:
         OSError, ValueError, InstanceLocked: it cannot start; the text says why.

@@ -60,8 +60,8 @@ def default_run_dir(environ: Mapping[str, str], uid: int) -> Path:
 def find_run_dir(environ: Mapping[str, str], uid: int, instance: str, system: Path = SYSTEM_RUN_DIR) -> Path:
     """The run directory where a client looks for the daemon of `instance` when it is told none.
 
-    That of the user's own daemon, ``$XDG_RUNTIME_DIR/stratad``, if its socket is there; else that of the system, if it is
-    there; else the user's own, where a daemon may yet come. Root has the system's only. ``$RUNTIME_DIRECTORY`` says
+    That of the user's own daemon, ``$XDG_RUNTIME_DIR/stratad``, if its socket is there; else that of the system, if it
+    is there; else the user's own, where a daemon may yet come. Root has the system's only. ``$RUNTIME_DIRECTORY`` says
     nothing here: in the unit of an engine it names a folder of the engine.
 
     Raises:

@@ -19,6 +19,7 @@ from stratad.version import package_hash
 
 _LOCK_WORDS: Final = 8
 _TRUST_FIX: Final = "`chown` it to the daemon's user and `chmod 0750` it, or choose another with --run-dir"
+_OTHERS_FIX: Final = "start that user's daemon (`systemctl start stratad` where it is the service's)"
 
 
 def sockets(target: Target) -> Iterator[Check]:
@@ -68,7 +69,7 @@ def directory(folder: Path, *, answers: bool) -> Check:
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         return Check("run directory", State.FAIL, f"{text}: others may write to it", _TRUST_FIX)
     if status.st_uid not in (os.geteuid(), 0) and not answers:
-        fix = "start that user's daemon (`systemctl start stratad` where it is the service's), or choose another --run-dir"
+        fix = f"{_OTHERS_FIX}, or choose another --run-dir"
         return Check("run directory", State.WARN, f"{text}: of another user, and no daemon listens", fix)
     return Check("run directory", State.OK, text)
 
@@ -102,7 +103,7 @@ def instance_lock(instance: str, *, answers: bool, shm: Path = MOUNT, locks: Pat
     except FileNotFoundError:
         return Check("lock", State.OK, f"{path} is not there")
     if status.st_uid != os.geteuid() and not answers:
-        fix = "start that user's daemon (`systemctl start stratad` where it is the service's), or choose another --instance"
+        fix = f"{_OTHERS_FIX}, or choose another --instance"
         return Check("lock", State.WARN, f"{path} belongs to uid {status.st_uid}", fix)
     holder = lock_holder(locks.read_text(), status.st_dev, status.st_ino)
     if holder is None:

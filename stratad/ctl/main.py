@@ -167,8 +167,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     """The options that stand before or after the command; suppressed defaults let both places work."""
     hide = argparse.SUPPRESS
     run_dir_help = (
-        "directory with the daemon's sockets (default: $XDG_RUNTIME_DIR/stratad if a daemon of your own has its sockets "
-        f"there, else {SYSTEM_RUN_DIR}, that of the service; for root always the latter)"
+        "directory with the daemon's sockets (default: $XDG_RUNTIME_DIR/stratad if a daemon of your own has its "
+        f"sockets there, else {SYSTEM_RUN_DIR}, that of the service; for root always the latter)"
     )
     parser.add_argument("--run-dir", type=Path, default=hide, metavar="DIR", help=run_dir_help)
     parser.add_argument("--instance", default=hide, metavar="NAME", help=f"which daemon (default: {DEFAULT_INSTANCE})")

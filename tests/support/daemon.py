@@ -31,6 +31,8 @@ class DaemonProcess:
         devices: ``cpu:N``.
         settings: further ``section.key`` settings, over `SMALL_SETTINGS`.
         faults: ``{"cpu:0#1/copy_error": "2"}``: faults of workers (see `workers.faulty`), here only of generation 1.
+        environ: more variables.
+        stderr: a descriptor to log to, in place of the file.
     """
 
     def __init__(
@@ -39,6 +41,9 @@ class DaemonProcess:
         settings: Mapping[str, str] | None = None,
         faults: Mapping[str, str] | None = None,
         instance: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        stderr: int | None = None,
     ) -> None:
         self.instance = instance or fresh_instance()
         self.home = Path(tempfile.mkdtemp(prefix="stratad-test-"))
@@ -50,6 +55,8 @@ class DaemonProcess:
         if faults:
             self._settings["testing.worker_faults"] = ",".join(f"{key}={when}" for key, when in faults.items())
         self._devices = devices
+        self._environ = environ or {}
+        self._stderr = stderr
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -74,8 +81,10 @@ class DaemonProcess:
     def start(self) -> Self:
         """Start it and wait until it answers."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATAD_")}
+        environ |= self._environ
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(self.command(), stderr=log, stdin=subprocess.DEVNULL, env=environ)
+            stderr = log if self._stderr is None else self._stderr
+            self._process = subprocess.Popen(self.command(), stderr=stderr, stdin=subprocess.DEVNULL, env=environ)
         try:
             with self.client(deadline_s=START_S):
                 pass

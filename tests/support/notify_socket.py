@@ -26,6 +26,10 @@ class NotifySocket:
             self._socket.bind(self.address)
         self.datagrams: list[list[str]] = []
 
+    def fileno(self) -> int:
+        """Readable when something came."""
+        return self._socket.fileno()
+
     def read(self) -> list[list[str]]:
         """What came since the last look."""
         new: list[list[str]] = []
