@@ -117,7 +117,7 @@ class Client:
         """Connect to the daemon of `instance`, waiting for one up to `deadline_s`, which is also what later calls may
         take.
 
-        `run_dir` None: that of this user's own daemon, else that of the system (see `find_run_dir`). `name` shows in the
+        `run_dir` None: that of this user's own daemon, else the system's (see `find_run_dir`). `name` shows in the
         daemon's logs.
 
         Raises:
