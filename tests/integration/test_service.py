@@ -72,9 +72,13 @@ def test_the_unit_takes_nothing_away_that_the_daemon_needs() -> None:
         "ProtectProc", "ProtectClock", "MemoryDenyWriteExecute", "DevicePolicy", "DeviceAllow",
     }  # fmt: skip
     assert not forbidden & service.keys()
-    needed = {"Type": "notify", "RemoveIPC": "no", "OOMPolicy": "continue", "KillMode": "mixed", "User": "stratad"}
+    needed = {
+        "Type": "notify", "NotifyAccess": "main", "Restart": "on-failure", "KillMode": "mixed", "OOMPolicy": "continue",
+        "User": "stratad", "RemoveIPC": "no", "RuntimeDirectoryPreserve": "yes", "LimitMEMLOCK": "infinity",
+        "AmbientCapabilities": "CAP_IPC_LOCK", "LimitCORE": "0",
+    }  # fmt: skip
     assert {key: service.get(key) for key in needed} == needed
-    assert service["RuntimeDirectoryMode"] == "0750"
+    assert {"WatchdogSec", "TimeoutStartSec", "TimeoutStopSec", "TimeoutAbortSec"} <= service.keys()
 
 
 # --- under a real systemd ---------------------------------------------------------------------------------------------
@@ -212,7 +216,7 @@ def test_a_stop_leaves_no_process_socket_or_segment(service: SystemdBox) -> None
     assert service.show("stratad", "ActiveState") == "inactive"
     assert service.show("stratad", "Result") == "success"
     assert processes(service) == []
-    assert service.run("find", "/run/stratad", "-type", "s").stdout == ""
+    assert service.run("find", "/run/stratad").stdout.split() == ["/run/stratad", "/run/stratad/default"]
     assert service.run("find", "/dev/shm", "-name", "stratad.*").stdout == ""
 
 

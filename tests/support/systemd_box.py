@@ -47,7 +47,9 @@ class SystemdBox:
             raise NoBox(f"there is no {', '.join(missing)}")
         self._base = Path(tempfile.mkdtemp(prefix="stratad-box-"))
         self._name = self._base.name
-        command = ["unshare", *_NAMESPACES, "bash", str(_SCRIPT), str(self._base), self._name]
+        # Should this process be killed, the box must not live on.
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", *_NAMESPACES]
+        command += ["bash", str(_SCRIPT), str(self._base), self._name]
         try:
             with (self._base / "log").open("wb") as log:
                 self._unshare = subprocess.Popen(
