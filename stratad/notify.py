@@ -112,6 +112,7 @@ class Notifier:
     def stopping(self, within_s: float) -> None:
         """The stop has begun and ends within so long, whatever the manager allows. It leaves with the next beat."""
         self._owed += ["STOPPING=1", _extend(within_s)]
+        self._rhythm.next_status_s = -math.inf
 
     def beat(self, now_s: float, status: Callable[[], str]) -> None:
         """The loop has come round: tell what is due. `status` gives one line; it is told when it has changed."""

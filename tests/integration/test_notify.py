@@ -29,6 +29,10 @@ def manager() -> Iterator[NotifySocket]:
         yield listening
 
 
+def _copying(client: Client) -> bool:
+    return any(op.state == "copying" for op in client.stats().ops)
+
+
 def told(manager: NotifySocket) -> dict[str, str]:
     """Variables by which the daemon finds the manager."""
     return {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": str(round(WATCHDOG_S * 1e6))}
@@ -113,7 +117,7 @@ def test_a_stop_lets_a_copy_end_whoever_gets_the_signal(manager: NotifySocket, e
     ):
         children = [child.pid for child in psutil.Process(daemon.pid).children(recursive=True)]
         ticket = engine.engine.capture("a", tokens=range(300), rows=range(300), slot=0)
-        wait_until(lambda: [op for op in client.stats().ops if op.state == "copying"])
+        wait_until(lambda: _copying(client))
         for pid in [*(children if everybody else []), daemon.pid]:
             os.kill(pid, signal.SIGTERM)
         assert ticket.result().tokens == 300
@@ -131,11 +135,12 @@ def test_a_stop_asks_for_the_time_that_it_may_take(manager: NotifySocket) -> Non
         FakeEngine(client, LAYOUTS[:1]) as engine,
     ):
         ticket = engine.engine.capture("a", tokens=range(300), rows=range(300), slot=0)
-        wait_until(lambda: client.stats().ops)
+        wait_until(lambda: _copying(client))
         os.kill(daemon.pid, signal.SIGTERM)
         manager.wait_for("STOPPING=1")
         asked = manager.wait_for(f"EXTEND_TIMEOUT_USEC={round((0.5 + END_S) * 1e6)}")
         assert asked
+        manager.wait_for("STATUS=stopping: 1 of 1 workers ready")
         with pytest.raises(Exception, match="worker_died"):
             ticket.result()
         assert daemon.stop() == 0
@@ -150,7 +155,7 @@ def test_an_abort_of_every_process_leaves_none(manager: NotifySocket) -> None:
     ):
         os.kill(client.stats().workers[0].pid, signal.SIGSTOP)  # in the middle of a copy it will not see the signal
         ticket = engine.engine.capture("a", tokens=range(300), rows=range(300), slot=0)
-        wait_until(lambda: client.stats().ops)
+        wait_until(lambda: _copying(client))
         children = psutil.Process(daemon.pid).children(recursive=True)
         for process in children:
             process.send_signal(signal.SIGABRT)

@@ -196,7 +196,8 @@ def test_doctor_is_content_and_names_the_unit(service: SystemdBox) -> None:
     done = ctl(service, "doctor", "--config", "/etc/stratad/stratad.toml")
     assert done.returncode == 0, done.stdout
     assert "runs in stratad.service" in done.stdout
-    assert "is a system user" in done.stdout
+    uid = service.run("id", "-u", "stratad").stdout.strip()
+    assert f"uid {uid} is a system user" in done.stdout  # the daemon's, not ours
 
 
 def test_members_of_the_group_find_it_and_others_are_told_what_is_missing(service: SystemdBox) -> None:

@@ -15,7 +15,7 @@ from tests.support.wait import wait_until
 
 _SCRIPT: Final = Path(__file__).with_suffix(".sh")
 _PROGRAMS: Final = ("bash", "unshare", "nsenter", "findmnt", "chroot", "setpriv", "systemctl", "systemd-sysusers")
-_NAMESPACES: Final = ("--mount", "--pid", "--fork", "--uts", "--ipc", "--kill-child")
+_NAMESPACES: Final = ("--mount", "--pid", "--fork", "--uts", "--ipc", "--net", "--kill-child")
 _BOOT_S: Final = 30.0
 _COMMAND_S: Final = 30.0
 
@@ -72,7 +72,7 @@ class SystemdBox:
         Raises:
             AssertionError: it failed, and `check`.
         """
-        words = ["nsenter", "-t", str(self._init_pid), "-m", "-p", "-u", "-i", "-C", "-r", "-w"]
+        words = ["nsenter", "-t", str(self._init_pid), "-m", "-p", "-u", "-i", "-n", "-C", "-r", "-w"]
         if user:
             words += ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "--inh-caps=-all"]
         environ = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}

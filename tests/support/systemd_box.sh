@@ -1,6 +1,6 @@
 #!/bin/bash
 # Boots systemd as PID 1 over a private copy of the root file system. Run as root by systemd_box.py, in new mount, pid,
-# uts and ipc namespaces:
+# uts, ipc and net namespaces:
 #
 #   systemd_box.sh BASE NAME FOLDER...
 #
@@ -8,7 +8,8 @@
 # the cgroup namespace has been made. FOLDER: what must be seen inside, and by every user: it may lie on another mount.
 #
 # Nothing of the host can be changed from inside: / is an overlay whose changes go to the tmpfs; /run, /tmp, /var/tmp,
-# /dev and /dev/shm are new (systemd's own services empty temporary folders); of /dev only harmless nodes are there.
+# /dev and /dev/shm are new (systemd's own services empty temporary folders); of /dev only harmless nodes are there; the
+# kernel's settings can be read only (systemd changes some at its start), and clock and modules not be touched.
 set -eu
 base=$1 name=$2
 shift 2
@@ -30,6 +31,10 @@ root=$base/root
 mount -t overlay -o "lowerdir=/,upperdir=$base/up,workdir=$base/work" overlay "$root"
 mount -t proc proc "$root/proc"
 mount -t sysfs sysfs "$root/sys"
+for tree in proc/sys sys; do
+  mount --bind "$root/$tree" "$root/$tree"
+  mount -o remount,bind,ro "$root/$tree"
+done
 mount -t cgroup2 none "$root/sys/fs/cgroup"
 for folder in run tmp var/tmp dev; do mount -t tmpfs -o mode=755 tmpfs "$root/$folder"; done
 chmod 1777 "$root/tmp" "$root/var/tmp"
@@ -71,5 +76,5 @@ ln -s ../systemd-journald.socket ../systemd-journald-dev-log.socket "$units/sock
 systemd=/usr/lib/systemd/systemd
 [ -x "$systemd" ] || systemd=/lib/systemd/systemd
 cd "$root"
-exec chroot . /usr/bin/env -i container=stratad-box PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+exec setpriv --bounding-set=-sys_time,-sys_module,-sys_rawio chroot . /usr/bin/env -i container=stratad-box PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
   "$systemd" --system --unit=basic.target --show-status=no --log-target=journal
