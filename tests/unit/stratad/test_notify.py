@@ -175,7 +175,7 @@ def test_a_manager_that_is_gone_costs_nothing_but_one_line_of_log(
 
 
 def _fill(manager: NotifySocket) -> None:
-    """Send until the manager's queue is full: a sender's own may be the smaller one, so until one cannot send at all."""
+    """Send until the manager's queue is full. A sender's own may be the smaller one: until one cannot send at all."""
     address = f"\0{manager.address[1:]}" if manager.address[0] == "@" else manager.address
     sent = -1
     while sent != 0:
