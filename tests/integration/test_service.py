@@ -206,6 +206,8 @@ def test_members_of_the_group_find_it_and_others_are_told_what_is_missing(servic
     service.run("systemd-sysusers", "/etc/sysusers.d/test.conf")
     member = ctl(service, "status", user="member")
     assert member.returncode == 0, member.stderr
+    doctor = ctl(service, "doctor", user="member")
+    assert doctor.returncode == 0, doctor.stdout
     stranger = ctl(service, "status", user="stranger")
     assert stranger.returncode == 1
     assert "join group" in stranger.stderr

@@ -134,6 +134,29 @@ def test_page_lock_matters_most_with_a_gpu(needed: bool, state: State) -> None:
     assert doctor_memory.page_lock(needed=needed, try_bytes=1 << 16).state is State.OK
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "limit", "needed", "state"),
+    [
+        ("0000000000004000", "8388608", True, State.OK),
+        ("0000000000003fff", "8388608", True, State.FAIL),
+        ("0000000000003fff", "8388608", False, State.WARN),
+        ("0000000000000000", "unlimited", True, State.OK),
+    ],
+)
+def test_page_lock_of_a_daemon_of_another_user(
+    tmp_path: Path, capabilities: str, limit: str, needed: bool, state: State
+) -> None:
+    (tmp_path / "proc/7").mkdir(parents=True)
+    (tmp_path / "proc/7/status").write_text(f"Name:\tx\nCapPrm:\tff\nCapEff:\t{capabilities}\n")
+    (tmp_path / "proc/7/limits").write_text(
+        f"Max processes   1   1   processes\nMax locked memory         {limit}   {limit}   bytes\n"
+    )
+    check = doctor_memory.page_lock_of(7, needed=needed, root=tmp_path)
+    assert check.state is state
+    assert bool(check.fix) is (state is not State.OK)
+    assert doctor_memory.page_lock_of(8, needed=needed, root=tmp_path).state is State.OK
+
+
 @pytest.mark.parametrize("name", ["ipc/__init__.py", "workers.py", "shm.abi3.so", f"shm{EXTENSION_SUFFIXES[0]}"])
 def test_a_foreign_module_of_our_name_is_found(tmp_path: Path, name: str) -> None:
     assert doctor_install.foreign(tmp_path, []).state is State.OK

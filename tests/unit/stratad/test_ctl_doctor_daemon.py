@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ipc.messages import StatsReply
 from stratad.ctl import doctor_daemon, doctor_memory
 from stratad.ctl.connection import DaemonClient, Target, connect_client, listens
 from stratad.ctl.doctor_daemon import instance_lock, lock_holder, sockets
@@ -22,6 +24,20 @@ from tests.support.ctl_fakes import STATS, FakeClient, another_build, with_healt
 
 NOBODY = 65534
 KINDS = {"life.sock": socket.SOCK_SEQPACKET, "client.sock": socket.SOCK_STREAM, "worker.sock": socket.SOCK_STREAM}
+
+
+STARTING = msgspec.structs.replace(
+    STATS, health="starting", workers=(msgspec.structs.replace(STATS.workers[0], state="starting"),)
+)
+
+
+class GettingReady(FakeClient):
+    """Its workers are ready from the second look on."""
+
+    def stats(self) -> StatsReply:
+        reply = super().stats()
+        self.reply = STATS
+        return reply
 
 
 @pytest.fixture
@@ -165,6 +181,35 @@ def test_a_daemon_that_answers(target: Target) -> None:
         assert finding.check.state is State.OK
         assert finding.stats is not None
         assert doctor_daemon.daemon(target, with_health("degraded").connect).check.state is State.WARN
+
+
+def test_a_daemon_whose_workers_are_starting_is_waited_for(target: Target) -> None:
+    with _with_life_socket(target):
+        assert doctor_daemon.daemon(target, GettingReady(reply=STARTING).connect).check.state is State.OK
+
+
+def test_a_worker_that_does_not_get_ready_ends_the_wait(target: Target) -> None:
+    client = FakeClient(reply=STARTING)
+    with _with_life_socket(target):
+        check = doctor_daemon.daemon(Target(target.run_dir, target.instance, 0.3), client.connect).check
+    assert check.state is State.WARN
+    assert client.calls.count(("stats",)) > 1
+
+
+def test_a_socket_that_is_the_daemons_own_is_not_missed(target: Target) -> None:
+    folder = directory_of(target)
+    folder.chmod(0o755)
+    bound = bind(folder, list(KINDS))
+    for name in KINDS:
+        (folder / name).chmod(0o666)
+    try:
+        with locked_out(folder / "worker.sock", 0o600 if os.geteuid() == 0 else 0o000):
+            found = {check.name: check for check in sockets(target)}
+    finally:
+        for listener in bound:
+            listener.close()
+    assert found["sockets"].state is State.OK
+    assert "worker.sock" not in found["sockets"].what
 
 
 def test_a_daemon_of_another_build(target: Target) -> None:
