@@ -49,7 +49,12 @@ def test_ready_comes_once_and_then_a_client_is_answered(manager: NotifySocket) -
             manager.wait_for("STATUS=2 of 2 workers ready, 1 images")
     lines = manager.lines()
     assert lines.count("READY=1") == 1
-    assert lines[0].startswith("STATUS=starting: ")
+    steps = manager.datagrams[: [d[0] for d in manager.datagrams].index("READY=1")]
+    assert [datagram[0] for datagram in steps] == [
+        "STATUS=starting: looking for segments of an earlier daemon",
+        "STATUS=starting: finding devices",
+    ]
+    assert all(datagram[1].startswith("EXTEND_TIMEOUT_USEC=") for datagram in steps)
     assert lines.index("READY=1") < lines.index("STOPPING=1")
 
 
@@ -83,6 +88,7 @@ def test_a_stopped_worker_silences_nothing_and_is_replaced(manager: NotifySocket
         daemon.client() as client,
         FakeEngine(client, LAYOUTS) as engine,
     ):
+        engine.capture("warm", range(300), range(300))  # now the workers have shuttles
         victim = client.stats().workers[0].pid
         os.kill(victim, signal.SIGSTOP)
         ticket = engine.engine.capture("a", tokens=range(300), rows=range(300), slot=0)
@@ -153,6 +159,7 @@ def test_an_abort_of_every_process_leaves_none(manager: NotifySocket) -> None:
         daemon.client() as client,
         FakeEngine(client, LAYOUTS) as engine,
     ):
+        engine.capture("warm", range(300), range(300))  # now the workers have shuttles
         os.kill(client.stats().workers[0].pid, signal.SIGSTOP)  # in the middle of a copy it will not see the signal
         ticket = engine.engine.capture("a", tokens=range(300), rows=range(300), slot=0)
         wait_until(lambda: _copying(client))

@@ -104,7 +104,7 @@ def box() -> Iterator[SystemdBox]:
         drop_in = (
             f"[Service]\nExecStart=\nExecStart={sys.executable} -P -m stratad --config /etc/stratad/stratad.toml\n"
             f"Environment=PYTHONPATH={CHECKOUT} PYTHONDONTWRITEBYTECODE=1\n"
-            "ProtectHome=no\nWatchdogSec=2s\nRestartSec=100ms\n"
+            "ProtectHome=no\nWatchdogSec=3s\nRestartSec=100ms\n"
         )
         made.write("/etc/systemd/system/stratad.service.d/test.conf", drop_in)
         made.run("systemctl", "daemon-reload")
