@@ -11,6 +11,7 @@ from ipc.logs import setup_logs
 from stratad.config import ConfigError, load_config, render_config
 from stratad.daemon import run
 from stratad.lock import InstanceLocked
+from stratad.notify import Notifier
 
 
 def main() -> int:
@@ -25,15 +26,19 @@ def main() -> int:
         return 0
     sink = setup_logs(config.log.level, config.log.format)
     log = logging.getLogger("stratad")
+    notifier = Notifier.take(os.environ, os.getpid())
     try:
-        return run(config)
+        return run(config, notifier)
     except InstanceLocked as exc:
         log.error("%s", exc)
+        notifier.failed(str(exc))
         return 3
     except (OSError, ValueError) as exc:
         log.error("cannot start: %s", exc)
+        notifier.failed(str(exc))
         return 1
     finally:
+        notifier.close()
         sink.flush()
 
 

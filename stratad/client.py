@@ -52,7 +52,7 @@ from stratad._pump import Pump
 from stratad._rows import GroupRows
 from stratad._stages import export_stages
 from stratad.errors import DeadlineExceeded, StratadError, UsageError
-from stratad.paths import PathError, SocketPaths, default_run_dir, socket_paths
+from stratad.paths import PathError, SocketPaths, find_run_dir, socket_paths
 from stratad.pools import CpuPool, StagePool
 from stratad.tickets import Ticket
 
@@ -124,7 +124,8 @@ class Client:
         """Connect to the daemon of `instance`, waiting for one up to `deadline_s`, which is also what later calls may
         take.
 
-        `run_dir` None: where a daemon of this user keeps its sockets by default. `name` shows in the daemon's logs.
+        `run_dir` None: that of this user's own daemon, else the system's (see `find_run_dir`). `name` shows in the
+        daemon's logs.
 
         Raises:
             DeadlineExceeded: no daemon answered; the text says what to do about it.
@@ -134,8 +135,8 @@ class Client:
         """
         _check_deadline(deadline_s)
         try:
-            directory = default_run_dir(os.environ, os.getuid()) if run_dir is None else Path(run_dir).absolute()
-            paths = socket_paths(directory, instance)
+            given = find_run_dir(os.environ, os.getuid(), instance) if run_dir is None else Path(run_dir)
+            paths = socket_paths(given.absolute(), instance)
         except PathError as exc:
             raise UsageError("bad_value", str(exc)) from exc
         wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -29,6 +29,7 @@ from stratad.core.state import Instant, Settings
 from stratad.keys import load_digest_key
 from stratad.links import Endpoints
 from stratad.lock import InstanceLock
+from stratad.notify import Notifier
 from stratad.open_files import raise_open_files
 from stratad.paths import SocketPaths, socket_paths
 from stratad.processes import Processes
@@ -44,10 +45,12 @@ DEFAULT_CPU_WORKERS: Final = 2
 AUTO_SHARE: Final = 0.25
 LEAST_SHUTTLE_BYTES: Final = 2 * GRANULE_BYTES  # a header and a chunk
 TEMPLATE_END_S: Final = 1.0
+# A step of the start: to free a dead daemon's arena, or to wake a driver that no process keeps loaded.
+START_STEP_S: Final = 60.0
 
 
-def run(config: Config) -> int:
-    """Run the daemon until it is told to stop; returns its exit status.
+def run(config: Config, notifier: Notifier) -> int:
+    """Run the daemon until it is told to stop; returns its exit status. `notifier` is the way to the service manager.
 
     Raises:
         OSError, ValueError, InstanceLocked: it cannot start; the text says why.
@@ -55,12 +58,14 @@ def run(config: Config) -> int:
     with ExitStack() as stack:
         lock = InstanceLock.take(config.daemon.instance)
         stack.callback(lambda: lock.release(unlink=True))
+        notifier.starting("looking for segments of an earlier daemon", START_STEP_S)
         removed = remove_segments(config.daemon.instance)
         if removed:
             log.warning("removed segments of an earlier daemon", extra=fields(count=len(removed)))
         paths = socket_paths(Path(config.daemon.run_dir), config.daemon.instance)
         key = load_digest_key(Path(config.daemon.state_dir))
         raise_open_files(config.limits.max_clients)
+        notifier.starting("finding devices", START_STEP_S)
         devices = _devices(config)
         access = _access(config)
         settings = _settings(config, devices, access)
@@ -74,6 +79,7 @@ def run(config: Config) -> int:
             {d.worker: _spec(config, paths, key, d) for d in devices},
             access,
             stop_s=config.deadlines.stop_s,
+            notifier=notifier,
         )
         stack.callback(lambda: supervisor.close(TEMPLATE_END_S))
         _become_subreaper()

@@ -53,8 +53,10 @@ from stratad.core.failures import Refusal
 from stratad.core.memory_tracks import Reading, Role, Target
 from stratad.core.registration import STAGE_LIMIT
 from stratad.core.state import Instant
+from stratad.core.views import status_line
 from stratad.descriptors import WorkerChannel
 from stratad.links import ClientLink, ClientLinks, Endpoints, RefusalLog, WorkerLink
+from stratad.notify import Notifier
 from stratad.processes import Processes
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ BAD_FRAME_LIMIT: Final = 16
 ACCEPT_LIMIT: Final = 16
 HELLO_BYTES: Final = 1024  # more is not read of a peer that nobody has vouched for
 LONGEST_WAIT_S: Final = 60.0
+# What may follow the time for a graceful stop: SIGKILL, its proof (10 s), and freeing a large arena.
+END_S: Final = 30.0
 
 
 class Supervisor:
@@ -81,8 +85,10 @@ class Supervisor:
         access: Access,
         *,
         stop_s: float,
+        notifier: Notifier,
     ) -> None:
         self._core = core
+        self._notifier = notifier
         self._clients, self._workers, self._listener = endpoints
         self._processes = processes
         self._plans = plans
@@ -113,6 +119,7 @@ class Supervisor:
         self._watch(self._listener.fileno(), self._on_connect)
         self._tell_time()
         self._event(self._core.tick)
+        self._notifier.ready()
         while not (self._core.stopped and not self._processes.workers):
             self._turn()
         self._perform(self._core.unlink_all())
@@ -146,10 +153,11 @@ class Supervisor:
         if self._stop_deadline_s is not None and self._stop_deadline_s <= now.now_s:
             self._stop_deadline_s = None
             self._event(lambda at: self._core.kill_all("the time for a graceful stop is over", at))
+        self._notifier.beat(now.now_s, lambda: status_line(self._core.state))
 
     def _wait_ms(self) -> int:
         now_s = time.monotonic()
-        wait_s = min(LONGEST_WAIT_S, self._core.due_s - now_s)
+        wait_s = min(LONGEST_WAIT_S, self._core.due_s - now_s, self._notifier.due_s - now_s)
         if self._stop_deadline_s is not None:
             wait_s = min(wait_s, self._stop_deadline_s - now_s)
         if self._processes.waiting:
@@ -199,6 +207,7 @@ class Supervisor:
                 return
             log.info("stopping", extra=fields(within_s=self._stop_s))
             self._stop_deadline_s = time.monotonic() + self._stop_s
+            self._notifier.stopping(self._stop_s + END_S)
             self._event(self._core.stop)
 
     # --- processes ----------------------------------------------------------------------------------------------------

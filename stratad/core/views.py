@@ -121,6 +121,17 @@ def health(state: State) -> str:
     return "starting" if first_start else "failed"
 
 
+def status_line(state: State) -> str:
+    """How the daemon is, in one line, for the service manager."""
+    ready = sum(worker.can_serve for worker in state.workers.values())
+    catalog = state.catalog
+    line = (
+        f"{ready} of {len(state.workers)} workers ready, {len(catalog.images)} images, "
+        f"{catalog.used_bytes >> 20} of {catalog.budget_bytes >> 20} MiB"
+    )
+    return f"stopping: {line}" if state.stopping else line
+
+
 def stats(state: State, seq: int, client: int, visible: frozenset[str]) -> StatsReply:
     """Everything at this instant; of engines and operations only those of the `visible` namespaces and of the client
     itself. The shell adds the processes' resident memory, which only it can see.

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +17,17 @@ from ipc.messages import ImageDetail, ImageInfo, MemoryReply, StatsReply, Welcom
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError, JsonObject
 from stratad.errors import DeadlineExceeded, Lost, ProtocolError, StratadError
-from stratad.paths import PathError, SocketPaths, default_run_dir, socket_paths
+from stratad.paths import PathError, SocketPaths, find_run_dir, socket_paths
 from stratad.permission import barrier
 
 # The client keeps every deadline itself; the alarm is for what it cannot interrupt, so it comes a little later.
 _ALARM_GRACE_S: Final = 0.5
-_START_FIX: Final = "start it with `stratad`, or name the right one with --run-dir and --instance"
+_CREDENTIALS: Final = struct.Struct("3i")
+_NO_UID: Final = -1
+_START_FIX: Final = (
+    "start it with `stratad`, or as a service with `systemctl start stratad`, or name the right one with --run-dir and "
+    "--instance"
+)
 
 
 class DaemonClient(Protocol):
@@ -87,20 +93,34 @@ def paths_of(target: Target) -> SocketPaths:
     Raises:
         PathError: no such instance can be, or the environment names no run directory.
     """
-    run_dir = target.run_dir or default_run_dir(os.environ, os.geteuid())
+    run_dir = target.run_dir or find_run_dir(os.environ, os.geteuid(), target.instance)
     return socket_paths(run_dir.absolute(), target.instance)
 
 
 def listens(path: Path, kind: int) -> bool | None:
     """Whether somebody listens at a unix socket; None where there is no such path or we may not look."""
     with socket.socket(socket.AF_UNIX, kind) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(os.fspath(path))
-        except BlockingIOError:
-            return True  # its backlog is full: somebody does listen
-        except OSError as exc:
-            return False if exc.errno == errno.ECONNREFUSED else None
+        return _try(probe, path)
+
+
+def listener(path: Path, kind: int) -> tuple[int, int] | None:
+    """Pid and uid of who listens at a unix socket, as the kernel vouches for them (pid 0: of another pid namespace)."""
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        if not _try(probe, path):
+            return None
+        pid, uid, _ = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    # A full backlog connects nobody, so there are no credentials.
+    return (pid, uid) if uid != _NO_UID else None
+
+
+def _try(probe: socket.socket, path: Path) -> bool | None:
+    probe.setblocking(False)
+    try:
+        probe.connect(os.fspath(path))
+    except BlockingIOError:
+        return True  # its backlog is full: somebody does listen
+    except OSError as exc:
+        return False if exc.errno == errno.ECONNREFUSED else None
     return True
 
 
@@ -114,11 +134,12 @@ def connect_client(target: Target) -> DaemonClient:
         StratadError: the daemon did not take us.
     """
     try:
-        path = paths_of(target).life
+        paths = paths_of(target)
     except PathError as exc:
         raise CommandError(
             ExitCode.USAGE, "bad_value", str(exc), "name the daemon with --run-dir and --instance"
         ) from exc
+    path = paths.life
     if barred := barrier(path):
         raise CommandError(ExitCode.FAILED, "not_permitted", barred.what, barred.fix)
     if not path.exists():
@@ -128,7 +149,7 @@ def connect_client(target: Target) -> DaemonClient:
         raise CommandError(ExitCode.NO_DAEMON, "lost", what, _START_FIX)
     from stratad.client import Client  # noqa: PLC0415 - see the docstring
 
-    return Client.connect(target.run_dir, target.instance, deadline_s=target.timeout_s, name="stratactl")
+    return Client.connect(paths.directory.parent, target.instance, deadline_s=target.timeout_s, name="stratactl")
 
 
 @contextmanager

@@ -20,13 +20,20 @@ Examine = Callable[[], Iterable[Check]]
 
 def doctor(target: Target, connect: Connect, *, config_file: Path | None, try_torch: bool) -> Answer:
     """Run every check; one that breaks is itself a finding, never the end of the others."""
-    from stratad.ctl import doctor_daemon, doctor_host, doctor_install, doctor_memory  # noqa: PLC0415 - only here
+    from stratad.ctl import (  # noqa: PLC0415 - only here
+        doctor_daemon,
+        doctor_host,
+        doctor_install,
+        doctor_memory,
+        doctor_service,
+    )
 
     asked = functools.cache(lambda: doctor_daemon.daemon(target, connect))
     examinations: dict[str, Examine] = {
         "devices": lambda: doctor_host.devices(try_torch=try_torch),
         "kernel": doctor_host.kernel,
-        "user": doctor_host.user,
+        "user": lambda: doctor_service.user(doctor_daemon.owner(target).uid),
+        "service": lambda: doctor_service.unit(doctor_daemon.owner(target).pid),
         "memory": lambda: doctor_memory.memory(target, config_file, asked().stats),
         "packages": doctor_install.packages,
         "sockets": lambda: doctor_daemon.sockets(target),

@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -10,7 +11,7 @@ from typing import Final, NamedTuple
 from ipc.messages import StatsReply
 from ipc.rundir import RunDirError, check_socket_path
 from shm.shuttle import MOUNT
-from stratad.ctl.connection import Connect, Target, connected, listens, paths_of
+from stratad.ctl.connection import Connect, DaemonClient, Target, connected, listener, listens, paths_of
 from stratad.ctl.findings import Check, State
 from stratad.ctl.output import CommandError, JsonObject, human_age
 from stratad.paths import PathError, SocketPaths
@@ -18,7 +19,9 @@ from stratad.permission import barrier
 from stratad.version import package_hash
 
 _LOCK_WORDS: Final = 8
+_LOOK_AGAIN_S: Final = 0.1
 _TRUST_FIX: Final = "`chown` it to the daemon's user and `chmod 0750` it, or choose another with --run-dir"
+_OTHERS_FIX: Final = "start that user's daemon (`systemctl start stratad` where it is the service's)"
 
 
 def sockets(target: Target) -> Iterator[Check]:
@@ -32,23 +35,44 @@ def sockets(target: Target) -> Iterator[Check]:
     if barred := barrier(paths.life):
         yield Check("sockets", State.FAIL, barred.what, barred.fix)
         return
-    yield instance_lock(target.instance, answers=listens(paths.life, socket.SOCK_SEQPACKET) is True)
+    answers = listens(paths.life, socket.SOCK_SEQPACKET) is True
+    yield instance_lock(target.instance, answers=answers)
     if not paths.directory.exists():
         yield Check("sockets", State.OK, f"{paths.directory} is not there: the daemon makes it at its start")
         return
-    yield directory(paths.directory)
+    yield directory(paths.directory, answers=answers)
     yield from _stale(paths)
 
 
-def directory(folder: Path) -> Check:
-    """Whether nobody but its owner may put sockets into a run directory."""
+class Owner(NamedTuple):
+    """Whose daemon is examined: one that listens (`pid` 0 if it lives in another pid namespace), else our own to be."""
+
+    pid: int
+    uid: int
+
+
+def owner(target: Target) -> Owner:
+    """Pid and uid of the daemon of the target; of ourselves where none listens."""
+    try:
+        found = listener(paths_of(target).life, socket.SOCK_SEQPACKET)
+    except PathError:
+        found = None
+    return Owner(*(found or (os.getpid(), os.geteuid())))
+
+
+def directory(folder: Path, *, answers: bool) -> Check:
+    """Whether nobody but its owner may put sockets into a run directory, and we may use it.
+
+    `answers` says whether somebody listens there: then a daemon of another user has let us in.
+    """
     status = folder.stat()
     mode = stat.S_IMODE(status.st_mode)
     text = f"{folder} belongs to uid {status.st_uid}, mode {mode:04o}"
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         return Check("run directory", State.FAIL, f"{text}: others may write to it", _TRUST_FIX)
-    if status.st_uid not in (os.geteuid(), 0):
-        return Check("run directory", State.OK, f"{text}: a daemon of another user, which says itself whom it serves")
+    if status.st_uid not in (os.geteuid(), 0) and not answers:
+        fix = f"{_OTHERS_FIX}, or choose another --run-dir"
+        return Check("run directory", State.WARN, f"{text}: of another user, and no daemon listens", fix)
     return Check("run directory", State.OK, text)
 
 
@@ -56,35 +80,34 @@ def _stale(paths: SocketPaths) -> Iterator[Check]:
     """Sockets whose listener is gone: the next daemon replaces them, but clients meet them first."""
     kinds = {paths.life: socket.SOCK_SEQPACKET, paths.client: socket.SOCK_STREAM, paths.worker: socket.SOCK_STREAM}
     found = {path: listens(path, kind) for path, kind in kinds.items()}
+    # One that is there but may not be tried: workers' sockets are for the daemon's own user alone.
+    found = {path: answer for path, answer in found.items() if answer is not None or not path.exists()}
     stale = [path.name for path, answer in found.items() if answer is False]
-    # Those that are there and keep us out (the workers' is its user's alone) are not missing.
-    missing = [path.name for path, answer in found.items() if answer is None and not path.exists()]
+    missing = [path.name for path, answer in found.items() if answer is None]
     if stale:
         text = f"nobody listens at {', '.join(stale)} in {paths.directory}: left by a daemon that died"
         yield Check("sockets", State.WARN, text, "start the daemon: it replaces them")
-    elif missing and len(missing) < len(kinds):
+    elif missing and len(missing) < len(found):
         text = f"{', '.join(missing)} missing in {paths.directory}"
         yield Check("sockets", State.FAIL, text, "restart the daemon: somebody removed its sockets")
     elif missing:
         yield Check("sockets", State.OK, f"no sockets in {paths.directory}")
     else:
-        yield Check("sockets", State.OK, f"all of {', '.join(path.name for path in kinds)} are listened at")
+        yield Check("sockets", State.OK, f"all of {', '.join(path.name for path in found)} are listened at")
 
 
 def instance_lock(instance: str, *, answers: bool, shm: Path = MOUNT, locks: Path = Path("/proc/locks")) -> Check:
     """Who holds the instance lock. It is looked up, never taken: a daemon that starts meanwhile must not meet us.
 
-    `answers` says whether somebody listens at the instance's sockets.
+    `answers` says whether somebody listens at the instance's sockets: a daemon of another user may well serve us.
     """
     path = shm / f"stratad.{instance}.lock"
     try:
         status = path.stat()
     except FileNotFoundError:
         return Check("lock", State.OK, f"{path} is not there")
-    if status.st_uid != os.geteuid() and answers:
-        return Check("lock", State.OK, f"{path} belongs to uid {status.st_uid}, whose daemon answers")
-    if status.st_uid != os.geteuid():
-        fix = "run as that user, or choose another --instance"
+    if status.st_uid != os.geteuid() and not answers:
+        fix = f"{_OTHERS_FIX}, or choose another --instance"
         return Check("lock", State.WARN, f"{path} belongs to uid {status.st_uid}", fix)
     holder = lock_holder(locks.read_text(), status.st_dev, status.st_ino)
     if holder is None:
@@ -119,7 +142,10 @@ class DaemonFinding(NamedTuple):
 
 
 def daemon(target: Target, connect: Connect) -> DaemonFinding:
-    """Whether a daemon answers, and whether it runs the files that are installed here."""
+    """Whether a daemon answers, and whether it runs the files that are installed here.
+
+    One whose workers are still starting is given half of the time-out to get them ready.
+    """
     try:
         paths = paths_of(target)
     except PathError as exc:
@@ -131,7 +157,7 @@ def daemon(target: Target, connect: Connect) -> DaemonFinding:
         return DaemonFinding(Check("daemon", State.OK, f"no daemon runs as instance {target.instance}"), None)
     try:
         with connected(target, connect, package_hash()) as client:
-            stats = client.stats()
+            stats = _settled(client, time.monotonic() + target.timeout_s / 2)
     except CommandError as exc:
         return DaemonFinding(Check("daemon", State.FAIL, f"{exc.what} [{exc.code}]", exc.fix, exc.data), None)
     text = f"pid {stats.pid} answers, {stats.health}, up {human_age(stats.uptime_s)}, same build"
@@ -139,3 +165,12 @@ def daemon(target: Target, connect: Connect) -> DaemonFinding:
     fix = "" if state is State.OK else "see `stratactl status`"
     data: JsonObject = {"pid": stats.pid, "health": stats.health}
     return DaemonFinding(Check("daemon", state, text, fix, data), stats)
+
+
+def _settled(client: DaemonClient, until_s: float) -> StatsReply:
+    """The daemon's state, once no worker is on its way or the time is over."""
+    stats = client.stats()
+    while any(worker.state == "starting" for worker in stats.workers) and time.monotonic() < until_s:
+        time.sleep(_LOOK_AGAIN_S)
+        stats = client.stats()
+    return stats

@@ -1,15 +1,14 @@
-"""Checks of the host: devices, kernel features, and the user the daemon would run as.
+"""Checks of the host: devices and kernel features.
 
 Nothing here imports torch or opens a GPU in this process: a driver that hangs must not hang the doctor.
 """
 
-import contextlib
 import fcntl
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -20,10 +19,6 @@ _NVIDIA_SMI_TIMEOUT_S: Final = 15.0
 # A first import of torch from a cold disk was seen to take over ten seconds.
 _TORCH_TIMEOUT_S: Final = 60.0
 _GPU_LINE: Final = re.compile(r"^GPU (?P<index>\d+): (?P<name>.*) \(UUID: (?P<uuid>GPU-[0-9a-fA-F-]+)\)")
-_LAST_SYSTEM_UID: Final = 999
-# Users that nobody logs in as either: nobody itself, and those that systemd makes up for a service (DynamicUser=).
-_NOBODY_UID: Final = 65534
-_DYNAMIC_UIDS: Final = range(61184, 65520)
 TORCH_FIX: Final = "install a torch build for this driver into the daemon's virtual environment"
 _TORCH_PROBE: Final = "import torch; print(torch.__version__, torch.cuda.is_available(), torch.cuda.device_count())"
 
@@ -136,54 +131,3 @@ def _seals_work() -> bool:
         return False
     finally:
         os.close(fd)
-
-
-def user(uid: int | None = None, root: Path = Path("/")) -> Iterator[Check]:
-    """Whether logind would delete the shuttles when the user logs out."""
-    uid = os.getuid() if uid is None else uid
-    is_system = uid <= _LAST_SYSTEM_UID or uid == _NOBODY_UID or uid in _DYNAMIC_UIDS
-    if is_system or not (root / "run/systemd/users").is_dir():
-        yield Check("user", State.OK, f"uid {uid}: no login session owns the shared memory")
-        return
-    if not removes_ipc(_logind_files(root)) or (root / "var/lib/systemd/linger" / _login_name(uid)).exists():
-        yield Check("user", State.OK, f"uid {uid} is a login user; logind keeps its shared memory")
-        return
-    yield Check(
-        "user",
-        State.WARN,
-        f"uid {uid} is a login user: logind deletes its shared memory at its last logout (RemoveIPC)",
-        "run the daemon as a system user, or `loginctl enable-linger`, or set RemoveIPC=no in logind.conf",
-    )
-
-
-def _login_name(uid: int) -> str:
-    import pwd  # noqa: PLC0415 - may ask a directory service, so only where it matters
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def _logind_files(root: Path) -> list[str]:
-    """Texts of logind's settings, in the order in which later ones win."""
-    paths = [root / "etc/systemd/logind.conf"]
-    folders = ("usr/lib/systemd/logind.conf.d", "run/systemd/logind.conf.d", "etc/systemd/logind.conf.d")
-    drop_ins = {path.name: path for folder in folders for path in sorted((root / folder).glob("*.conf"))}
-    paths += [drop_ins[name] for name in sorted(drop_ins)]
-    texts: list[str] = []
-    for path in paths:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            texts.append(path.read_text())
-    return texts
-
-
-def removes_ipc(texts: Iterable[str]) -> bool:
-    """The value of ``RemoveIPC=`` after all files; systemd's own default is yes."""
-    value = "yes"
-    for text in texts:
-        for line in text.splitlines():
-            key, equals, given = line.strip().partition("=")
-            if equals and key.strip() == "RemoveIPC":
-                value = given.strip().lower() or "yes"
-    return value in ("yes", "true", "on", "1", "y", "t")

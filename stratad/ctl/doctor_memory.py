@@ -1,6 +1,7 @@
 """Checks of memory: /dev/shm against the budget, page-locking by trying it, and what the cgroup leaves."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,12 +13,17 @@ from shm.headroom import memory_headroom
 from shm.janitor import list_segments
 from stratad.config import ConfigError, load_config
 from stratad.ctl.connection import Target
+from stratad.ctl.doctor_daemon import owner
 from stratad.ctl.findings import Check, State
 from stratad.ctl.output import JsonObject, human_bytes
 
 SHM: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies
 MEMLOCK_TRY_BYTES: Final = 64 * 1024 * 1024
 _MEMLOCK_TIMEOUT_S: Final = 20.0
+_MEMLOCK_FIX: Final = "give the daemon CAP_IPC_LOCK (AmbientCapabilities= in its unit) or a larger limit (`ulimit -l`)"
+_CAP_IPC_LOCK: Final = 1 << 14
+_CAPABILITIES: Final = re.compile(r"^CapEff:\s+([0-9a-f]+)$", re.MULTILINE)
+_LOCKED_LIMIT: Final = re.compile(r"^Max locked memory\s+(unlimited|[0-9]+)", re.MULTILINE)
 # Exit status 0: locked; 1: refused, the reason on stdout. Tried in a process of its own, which takes the pages along.
 _MEMLOCK_PROBE: Final = """
 import ctypes, mmap, os, sys
@@ -69,7 +75,28 @@ def page_lock(*, needed: bool, try_bytes: int = MEMLOCK_TRY_BYTES) -> Check:
         "memlock",
         State.FAIL if needed else State.WARN,
         f"{human_bytes(try_bytes)} cannot be page-locked: {refused}" + ("" if needed else " (only GPUs need it)"),
-        "give the daemon CAP_IPC_LOCK (AmbientCapabilities= in its unit) or a larger limit (`ulimit -l`)",
+        _MEMLOCK_FIX,
+    )
+
+
+def page_lock_of(pid: int, *, needed: bool, root: Path = Path("/")) -> Check:
+    """Whether a daemon of another user may lock memory: not to be tried from here, so by its rights and its limit."""
+    folder = root / f"proc/{pid}"
+    try:
+        capabilities = _CAPABILITIES.search((folder / "status").read_text())
+        limit = _LOCKED_LIMIT.search((folder / "limits").read_text())
+    except OSError:
+        return Check("memlock", State.OK, f"what pid {pid} may page-lock cannot be seen")
+    if capabilities is not None and int(capabilities[1], 16) & _CAP_IPC_LOCK:
+        return Check("memlock", State.OK, f"the daemon (pid {pid}) may page-lock: it has CAP_IPC_LOCK")
+    if limit is None or limit[1] == "unlimited":
+        return Check("memlock", State.OK, f"the daemon (pid {pid}) may page-lock without a limit")
+    return Check(
+        "memlock",
+        State.FAIL if needed else State.WARN,
+        f"the daemon (pid {pid}) may page-lock {human_bytes(int(limit[1]))}"
+        + ("" if needed else " (only GPUs need it)"),
+        _MEMLOCK_FIX,
     )
 
 
@@ -130,7 +157,11 @@ def memory(target: Target, config_file: Path | None, stats: StatsReply | None) -
         budget_bytes = stats.budget_bytes
     held_bytes = sum(segment.size_bytes for segment in list_segments(target.instance))
     yield shared_memory(budget_bytes, held_bytes)
-    yield page_lock(needed=has_gpu())
+    daemon = owner(target)
+    if daemon.uid == os.geteuid():
+        yield page_lock(needed=has_gpu())
+    else:
+        yield page_lock_of(daemon.pid, needed=has_gpu())
     yield headroom(budget_bytes, held_bytes)
 
 

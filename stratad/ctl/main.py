@@ -17,6 +17,7 @@ from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.lazy import ArgumentsRefused, LazyParser
 from stratad.ctl.output import Answer, CommandError, write_answer
 from stratad.errors import StratadError
+from stratad.paths import SYSTEM_RUN_DIR
 
 DEFAULT_TIMEOUT_S: Final = 5.0
 MAX_TIMEOUT_S: Final = 86400.0
@@ -166,7 +167,11 @@ class Add(Protocol):
 def _add_common(parser: argparse.ArgumentParser) -> None:
     """The options that stand before or after the command; suppressed defaults let both places work."""
     hide = argparse.SUPPRESS
-    parser.add_argument("--run-dir", type=Path, default=hide, metavar="DIR", help="directory with the daemon's sockets")
+    run_dir_help = (
+        "directory with the daemon's sockets (default: $XDG_RUNTIME_DIR/stratad if a daemon of your own has its "
+        f"sockets there, else {SYSTEM_RUN_DIR}, that of the service; for root always the latter)"
+    )
+    parser.add_argument("--run-dir", type=Path, default=hide, metavar="DIR", help=run_dir_help)
     parser.add_argument("--instance", default=hide, metavar="NAME", help=f"which daemon (default: {DEFAULT_INSTANCE})")
     timeout_help = f"how long the daemon may take to answer (default: {DEFAULT_TIMEOUT_S:g})"
     parser.add_argument("--timeout", type=_timeout, default=hide, metavar="SECONDS", help=timeout_help)

@@ -36,6 +36,8 @@ class DaemonProcess:
         umask: under which it is started; -1: as it is here.
         uid: user (and group) that it runs as, with `runtime`; None: as we do.
         faults: ``{"cpu:0#1/copy_error": "2"}``: faults of workers (see `workers.faulty`), here only of generation 1.
+        environ: more variables.
+        stderr: a descriptor to log to, in place of the file.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class DaemonProcess:
         umask: int = -1,
         uid: int | None = None,
         runtime: Runtime | None = None,
+        environ: Mapping[str, str] | None = None,
+        stderr: int | None = None,
     ) -> None:
         self.instance = instance or fresh_instance()
         self.home = Path(tempfile.mkdtemp(prefix="stratad-test-"))
@@ -70,6 +74,8 @@ class DaemonProcess:
             self.run_dir.mkdir()
             os.chown(self.run_dir, -1, run_dir_gid)
             self.run_dir.chmod(0o750)
+        self._environ = environ or {}
+        self._stderr = stderr
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -95,13 +101,14 @@ class DaemonProcess:
     def start(self, answers_within_s: float = START_S) -> Self:
         """Start it and wait until it answers."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATAD_")}
+        environ |= self._environ
         if self._runtime:
             environ |= self._runtime.environ
         groups: list[int] | None = None if self._uid is None else []
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command(),
-                stderr=log,
+                stderr=log if self._stderr is None else self._stderr,
                 stdin=subprocess.DEVNULL,
                 env=environ,
                 umask=self._umask,

@@ -82,52 +82,6 @@ def test_this_kernel_has_what_is_needed() -> None:
     assert only(doctor_host.kernel()).state is State.OK
 
 
-@pytest.mark.parametrize(
-    ("texts", "removes"),
-    [
-        ([], True),
-        (["[Login]\n#RemoveIPC=no\n"], True),
-        (["[Login]\nRemoveIPC=no\n"], False),
-        (["RemoveIPC = yes\n", "RemoveIPC=no\n"], False),
-        (["RemoveIPC=no\n", "RemoveIPC=yes\n"], True),
-    ],
-)
-def test_remove_ipc(texts: list[str], removes: bool) -> None:
-    assert doctor_host.removes_ipc(texts) is removes
-
-
-@pytest.mark.parametrize(
-    ("uid", "logind", "setting", "state"),
-    [
-        (1234567, True, "", State.WARN),
-        (1234567, True, "RemoveIPC=no\n", State.OK),
-        (1234567, False, "", State.OK),
-        (0, True, "", State.OK),
-        (999, True, "", State.OK),
-        (65534, True, "", State.OK),
-        (61183, True, "", State.WARN),
-        (61184, True, "", State.OK),
-        (65519, True, "", State.OK),
-        (65520, True, "", State.WARN),
-    ],
-)
-def test_a_login_user_is_warned(tmp_path: Path, uid: int, logind: bool, setting: str, state: State) -> None:
-    if logind:
-        (tmp_path / "run/systemd/users").mkdir(parents=True)
-    (tmp_path / "etc/systemd/logind.conf.d").mkdir(parents=True)
-    (tmp_path / "etc/systemd/logind.conf.d/x.conf").write_text(setting)
-    check = only(doctor_host.user(uid, tmp_path))
-    assert check.state is state
-    assert bool(check.fix) is (state is State.WARN)
-
-
-def test_a_lingering_user_is_not_warned(tmp_path: Path) -> None:
-    (tmp_path / "run/systemd/users").mkdir(parents=True)
-    (tmp_path / "var/lib/systemd/linger").mkdir(parents=True)
-    (tmp_path / "var/lib/systemd/linger/1234567").touch()
-    assert only(doctor_host.user(1234567, tmp_path)).state is State.OK
-
-
 def test_shm_that_holds_the_budget(tmp_path: Path) -> None:
     check = doctor_memory.shared_memory(1 << 20, 0, tmp_path)
     assert check.state is State.OK
@@ -178,6 +132,29 @@ def test_page_lock_matters_most_with_a_gpu(needed: bool, state: State) -> None:
     assert check.state is state
     assert "CAP_IPC_LOCK" in check.fix
     assert doctor_memory.page_lock(needed=needed, try_bytes=1 << 16).state is State.OK
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "limit", "needed", "state"),
+    [
+        ("0000000000004000", "8388608", True, State.OK),
+        ("0000000000003fff", "8388608", True, State.FAIL),
+        ("0000000000003fff", "8388608", False, State.WARN),
+        ("0000000000000000", "unlimited", True, State.OK),
+    ],
+)
+def test_page_lock_of_a_daemon_of_another_user(
+    tmp_path: Path, capabilities: str, limit: str, needed: bool, state: State
+) -> None:
+    (tmp_path / "proc/7").mkdir(parents=True)
+    (tmp_path / "proc/7/status").write_text(f"Name:\tx\nCapPrm:\tff\nCapEff:\t{capabilities}\n")
+    (tmp_path / "proc/7/limits").write_text(
+        f"Max processes   1   1   processes\nMax locked memory         {limit}   {limit}   bytes\n"
+    )
+    check = doctor_memory.page_lock_of(7, needed=needed, root=tmp_path)
+    assert check.state is state
+    assert bool(check.fix) is (state is not State.OK)
+    assert doctor_memory.page_lock_of(8, needed=needed, root=tmp_path).state is State.OK
 
 
 @pytest.mark.parametrize("name", ["ipc/__init__.py", "workers.py", "shm.abi3.so", f"shm{EXTENSION_SUFFIXES[0]}"])

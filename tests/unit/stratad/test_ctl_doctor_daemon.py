@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ipc.messages import StatsReply
 from stratad.ctl import doctor_daemon, doctor_memory
 from stratad.ctl.connection import DaemonClient, Target, connect_client, listens
 from stratad.ctl.doctor_daemon import instance_lock, lock_holder, sockets
@@ -22,6 +24,20 @@ from tests.support.ctl_fakes import STATS, FakeClient, another_build, with_healt
 
 NOBODY = 65534
 KINDS = {"life.sock": socket.SOCK_SEQPACKET, "client.sock": socket.SOCK_STREAM, "worker.sock": socket.SOCK_STREAM}
+
+
+STARTING = msgspec.structs.replace(
+    STATS, health="starting", workers=(msgspec.structs.replace(STATS.workers[0], state="starting"),)
+)
+
+
+class GettingReady(FakeClient):
+    """Its workers are ready from the second look on."""
+
+    def stats(self) -> StatsReply:
+        reply = super().stats()
+        self.reply = STATS
+        return reply
 
 
 @pytest.fixture
@@ -123,6 +139,21 @@ def test_a_directory_that_others_may_write_to(target: Target) -> None:
     assert states(sockets(target))["run directory"] is State.FAIL
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_daemon_of_another_user_that_lets_us_in_is_fine(target: Target, tmp_path: Path) -> None:
+    folder = directory_of(target)
+    os.chown(folder, NOBODY, NOBODY)
+    assert doctor_daemon.directory(folder, answers=True).state is State.OK
+    assert doctor_daemon.directory(folder, answers=False).state is State.WARN
+    lock = tmp_path / "stratad.one.lock"
+    lock.touch()
+    os.chown(lock, NOBODY, NOBODY)
+    assert instance_lock("one", answers=True, shm=tmp_path).state is State.OK
+    left = instance_lock("one", answers=False, shm=tmp_path)
+    assert left.state is State.WARN
+    assert "systemctl start stratad" in left.fix
+
+
 @pytest.mark.parametrize("target_", [Target(Path("/" + "x" * 120), "one", 1.0), Target(Path("/run"), "No Such!", 1.0)])
 def test_paths_that_cannot_be(target_: Target) -> None:
     assert states(sockets(target_)) == {"sockets": State.FAIL}
@@ -150,6 +181,35 @@ def test_a_daemon_that_answers(target: Target) -> None:
         assert finding.check.state is State.OK
         assert finding.stats is not None
         assert doctor_daemon.daemon(target, with_health("degraded").connect).check.state is State.WARN
+
+
+def test_a_daemon_whose_workers_are_starting_is_waited_for(target: Target) -> None:
+    with _with_life_socket(target):
+        assert doctor_daemon.daemon(target, GettingReady(reply=STARTING).connect).check.state is State.OK
+
+
+def test_a_worker_that_does_not_get_ready_ends_the_wait(target: Target) -> None:
+    client = FakeClient(reply=STARTING)
+    with _with_life_socket(target):
+        check = doctor_daemon.daemon(Target(target.run_dir, target.instance, 0.3), client.connect).check
+    assert check.state is State.WARN
+    assert client.calls.count(("stats",)) > 1
+
+
+def test_a_socket_that_is_the_daemons_own_is_not_missed(target: Target) -> None:
+    folder = directory_of(target)
+    folder.chmod(0o755)
+    bound = bind(folder, list(KINDS))
+    for name in KINDS:
+        (folder / name).chmod(0o666)
+    try:
+        with locked_out(folder / "worker.sock", 0o600 if os.geteuid() == 0 else 0o000):
+            found = {check.name: check for check in sockets(target)}
+    finally:
+        for listener in bound:
+            listener.close()
+    assert found["sockets"].state is State.OK
+    assert "worker.sock" not in found["sockets"].what
 
 
 def test_a_daemon_of_another_build(target: Target) -> None:

@@ -212,6 +212,12 @@ def test_version_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--version" in capsys.readouterr().out
 
 
+def test_help_says_where_the_daemon_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--help"]) == ExitCode.OK
+    out = " ".join(capsys.readouterr().out.split())
+    assert "$XDG_RUNTIME_DIR/stratad if a daemon of your own has its sockets there, else /run/stratad" in out
+
+
 def test_help_of_pin_says_how_long_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pin", "--help"]) == ExitCode.OK
     assert "kept when the conversation is captured again" in capsys.readouterr().out

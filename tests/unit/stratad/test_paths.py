@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stratad.paths import PathError, default_run_dir, default_state_dir, socket_paths
+from stratad.paths import PathError, default_run_dir, default_state_dir, find_run_dir, socket_paths
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,25 @@ def test_sockets() -> None:
 def test_names_that_would_leave_the_run_dir(instance: str) -> None:
     with pytest.raises(PathError):
         socket_paths(Path("/run/stratad"), instance)
+
+
+def test_a_client_finds_its_users_own_daemon_then_that_of_the_system(tmp_path: Path) -> None:
+    system, own = tmp_path / "system", tmp_path / "user/stratad"
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path / "user"), "RUNTIME_DIRECTORY": "/run/engine"}
+    assert find_run_dir(environ, 7, "one", system) == own  # a daemon may yet come
+    system.mkdir()
+    assert find_run_dir(environ, 7, "one", system) == system
+    (own / "one").mkdir(parents=True)
+    assert find_run_dir(environ, 7, "one", system) == system  # a folder is no daemon
+    (own / "one/life.sock").touch()
+    assert find_run_dir(environ, 7, "one", system) == own
+    assert find_run_dir(environ, 7, "two", system) == system  # another instance
+    assert find_run_dir(environ, 0, "one", system) == system
+
+
+def test_a_client_without_a_runtime_directory(tmp_path: Path) -> None:
+    system = tmp_path / "system"
+    with pytest.raises(PathError, match="XDG_RUNTIME_DIR"):
+        find_run_dir({"HOME": "/home/x"}, 7, "one", system)
+    system.mkdir()
+    assert find_run_dir({"HOME": "/home/x"}, 7, "one", system) == system
