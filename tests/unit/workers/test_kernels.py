@@ -123,7 +123,7 @@ def test_kernels_move_and_digest_what_the_model_says(kernels: ctypes.CDLL, case:
     assert device.digests(staged=True) == reference
     assert np.array_equal(pool.memory, before)
 
-    for prefix in {*case.prefixes[:1], *case.prefixes[-1:]}:
+    for prefix in {*case.prefixes[::7], *case.prefixes[-1:]}:
         work = case_work(pool, case, prefix)
         pool.memory[:] ^= 0x5A
         destroyed = pool.memory.copy()

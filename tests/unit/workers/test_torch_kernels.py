@@ -66,7 +66,7 @@ def test_torch_operations_do_what_the_model_says(case: Case, seed: int) -> None:
             assert DIGESTER.mlh.finish(blocks, length) == digest
     assert np.array_equal(pool.memory, before)
 
-    for prefix in {*case.prefixes[:1], *case.prefixes[-1:]}:
+    for prefix in {*case.prefixes[::7], *case.prefixes[-1:]}:
         work = case_work(pool, case, prefix)
         pool.memory[:] ^= 0x5A
         destroyed = pool.memory.copy()
