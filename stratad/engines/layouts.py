@@ -60,7 +60,8 @@ def head_major(offset_bytes: int, *, heads: int, rows: int, head_bytes: int) -> 
         [heads, rows, dim]       | head 0: token 0, token 1, ... | head 1: token 0, ... |
 
     The K or V of one slot of a static cache, as transformers' `StaticLayer` allocates it
-    (``[batch, heads, max_cache_len, dim]``, src/transformers/cache_utils.py): one such tensor a slot.
+    (``[batch, heads, max_cache_len, dim]``, src/transformers/cache_utils.py). There every slot is such an array of its
+    own; one group cannot hold them all, so a slot is a pool, and an engine, of its own.
     """
     return tuple(Plane(offset_bytes + head * rows * head_bytes, head_bytes, head_bytes, rows) for head in range(heads))
 
@@ -161,7 +162,7 @@ def layered_blocks(
 
     TensorRT-LLM's pools (``(numBlocks, numLayers, kvFactor, blockSize)`` with ``blockSize`` all heads of a block,
     tensorrt_llm/_torch/pyexecutor/resource_manager.py, read there with ``kv_layout="HND"``). Where a kernel orders a
-    block in another way, `whole_blocks` is right for it.
+    block in another way, or where these are more planes than a stage may have, `whole_blocks` is right for it.
     """
     tensor = heads * block * head_bytes
     stride = layers * kv * tensor

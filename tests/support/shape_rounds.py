@@ -1,4 +1,4 @@
-"""A whole round of an engine with any of the named layouts: capture, other bytes, restore, and a copy to other rows.
+"""A whole round of an engine with any of the named layouts: capture, other bytes, restore, and both kinds of slot copy.
 
 What must be where afterwards is said by the engine's own indexing of its arrays (`tests.support.engine_shapes`), and
 every other byte of every pool must be as it was.
@@ -105,6 +105,7 @@ class Round:
         engine = client.register("shapes", "shapes", FINGERPRINT, pools)
         self._capture_and_restore(engine)
         self._copy(engine)
+        self._copy_through_memory(engine)
         engine.unregister()
         client.clear("shapes")
         for stage in self.stages:
@@ -155,6 +156,18 @@ class Round:
             target_rows_by_stage=self._rows(targets),
         ).result()
         self._check(self._moved(before, before, targets, self.tokens, point))
+
+    def _copy_through_memory(self, engine: Engine) -> None:
+        before = self._fill()
+        point = self.checkpoints[-1] if self.checkpoints else None
+        slot = point.slot if point else 0
+        engine.slot_to(self.tokens, slot=slot, rows_by_stage=self._rows([stage.rows for stage in self.stages])).result()
+        self._check(before)
+        destroyed = [data ^ np.uint8(_OTHER) for data in before]
+        self._write(destroyed)
+        targets = [stage.target for stage in self.stages]
+        engine.slot_from(slot, slot=point.target_slot if point else 1, rows_by_stage=self._rows(targets)).result()
+        self._check(self._moved(destroyed, before, targets, self.tokens, point))
 
     def _rows(self, rows: Sequence[Rows]) -> list[GroupRows]:
         return [
