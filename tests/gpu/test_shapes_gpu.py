@@ -7,7 +7,8 @@ import pytest
 
 from stratad.client import Client, StagePool
 from tests.support.daemon import DaemonProcess
-from tests.support.engine_shapes import SHAPES, Bytes, Shape
+from tests.support.engine_arrays import Bytes, Shape
+from tests.support.engine_shapes import SHAPES
 from tests.support.shape_rounds import Round
 
 if TYPE_CHECKING:

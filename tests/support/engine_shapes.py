@@ -1,162 +1,11 @@
-"""The cache layouts of `stratad.engines.layouts` as their engines index them: arrays over a pool, and which part of
-them is a token's.
+"""The cache layouts of `stratad.engines.layouts` as their engines index them, each of random sizes."""
 
-A `Shape` knows for every plane how to *read* it: the elements of one token of one row, as a view of the engine's array.
-Everything else follows from that: what a conversation holds, and which bytes of the pool are its own.
-"""
+from collections.abc import Callable
 
-import math
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
-
-from shm.layout import Plane, RowGroup, StageLayout, StateGroup, check_layout
+from shm.layout import Plane, StageLayout, check_layout
 from stratad.engines import layouts
 from stratad.engines.layouts import PageUse, repeated
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-Elements: TypeAlias = npt.NDArray[Any]
-Read: TypeAlias = Callable[[Bytes, int, int], Elements]
-"""Of a pool, a row and a token in that row."""
-Rows: TypeAlias = tuple[tuple[int, ...], ...]
-
-
-class Tensor:
-    """A contiguous array of the engine at an offset of its pool."""
-
-    def __init__(self, offset_bytes: int, shape: tuple[int, ...], dtype: str) -> None:
-        self.offset_bytes, self.shape, self.dtype = offset_bytes, shape, np.dtype(dtype)
-        self.nbytes = math.prod(shape) * self.dtype.itemsize
-
-    def __call__(self, pool: Bytes) -> Elements:
-        """The array itself."""
-        part: Elements = pool[self.offset_bytes : self.offset_bytes + self.nbytes].view(self.dtype)
-        return part.reshape(self.shape)
-
-    def bytes_of(self, *axes: int) -> int:
-        """Bytes of the part that some of its axes span."""
-        return math.prod(self.shape[axis] for axis in axes) * self.dtype.itemsize
-
-
-class Maker:
-    """Random sizes, and room for tensors in one pool."""
-
-    def __init__(self, seed: int, tokens: int) -> None:
-        self.random = random.Random(seed)
-        self.tokens = tokens
-        self.at = 0
-
-    def tensor(self, *shape: int, dtype: str = "<u4") -> Tensor:
-        """A tensor behind the last one."""
-        made = Tensor(self.at + self.random.choice([0, 16, 48]), shape, dtype)
-        self.at = made.offset_bytes + -(-made.nbytes // 16) * 16
-        return made
-
-    def small(self) -> int:
-        """Layers, heads: few."""
-        return self.random.randint(1, 3)
-
-    def dim(self) -> int:
-        """Elements of a head."""
-        return self.random.choice([1, 3, 4, 8])
-
-    def block(self) -> int:
-        """Tokens of a block."""
-        return self.random.choice([4, 16, 32])
-
-    def blocks(self, block: int) -> int:
-        """Blocks for two conversations and a few more."""
-        return 2 * (-(-self.tokens // block) + 1) + self.random.randint(1, 3)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A layout, and for each plane of each of its groups how the engine reads it."""
-
-    layout: StageLayout
-    pool_bytes: int
-    reads: tuple[tuple[Read, ...], ...]
-
-    def parts(self, pool: Bytes, rows: Rows, tokens: int, image_tokens: int = -1) -> list[Elements]:
-        """The engine's elements of the first `tokens` tokens in some rows, as views, plane by plane of each row group;
-        of an image of `image_tokens` tokens (-1: as many), whose windows may have passed more.
-        """
-        found: list[Elements] = []
-        for number, group in enumerate(self.layout.groups):
-            per_row = group.tokens_per_row
-            first = group.first_token(tokens if image_tokens < 0 else image_tokens)
-            for plane, read in zip(group.planes, self.reads[number], strict=True):
-                step = 1 if plane.locates_tokens else per_row
-                for token in range(first, tokens, step):
-                    found.append(read(pool, rows[number][(token - first) // per_row], token % per_row))
-        return found
-
-    def states(self, pool: Bytes, slots: Sequence[int]) -> list[Elements]:
-        """The engine's states, as views: those in slot ``slots[n]`` of state group n."""
-        start = len(self.layout.groups)
-        return [read(pool, slot, 0) for n, slot in enumerate(slots) for read in self.reads[start + n]]
-
-    def draw_rows(
-        self, rng: random.Random, tokens: int, slots: Sequence[int], target_slots: Sequence[int]
-    ) -> tuple[Rows, Rows]:
-        """Rows of a conversation with states in `slots`, and as many others with states in `target_slots`, at random;
-        groups of one space have none in common.
-        """
-        needed, first_state = self.layout.rows_for(tokens), len(self.layout.groups)
-        rows, target = (
-            [*(() for _ in self.layout.groups), *(tuple(mine) for _ in self.layout.states)]
-            for mine in (slots, target_slots)
-        )
-        for space in self.layout.spaces:
-            free = list(range(min(self.layout.all_groups[number].rows for number in space)))
-            rng.shuffle(free)
-            if any(number >= first_state for number in space):
-                free = [row for row in free if row not in {*slots, *target_slots}]
-            for made in (rows, target):
-                for number in space:
-                    if number < first_state:
-                        made[number], free = tuple(free[: needed[number]]), free[needed[number] :]
-                        assert len(made[number]) == needed[number], "too few rows for two conversations"
-        return tuple(rows), tuple(target)
-
-    def slots(self) -> int:
-        """How many state slots there are (0: no states)."""
-        return min((group.rows for group in self.layout.states), default=0)
-
-
-def _shape(
-    made: Maker,
-    groups: Sequence[tuple[Sequence[Plane], int, Sequence[Read]]],
-    states: Sequence[tuple[Sequence[Plane], Sequence[Read]]] = (),
-    chunk_tokens: int = 256,
-) -> Shape:
-    layout = StageLayout(
-        tuple(RowGroup(tuple(planes), window) for planes, window, _ in groups),
-        tuple(StateGroup(tuple(planes)) for planes, _ in states),
-        chunk_tokens,
-    )
-    reads = [*(tuple(entry[2]) for entry in groups), *(tuple(entry[1]) for entry in states)]
-    check_layout(layout, made.at)
-    return Shape(layout, made.at, tuple(reads))
-
-
-def _at(tensor: Tensor, *index: int | str) -> Read:
-    """Indexing of a tensor, with "row" and "token" where the engine puts them."""
-
-    def read(pool: Bytes, row: int, token: int) -> Elements:
-        where = {"row": row, "token": token}
-        # A range in place of a number in the last axis, so that even a single element is a view.
-        view = tensor(pool)
-        numbers = [where[part] if isinstance(part, str) else part for part in index]
-        for number in numbers[:-1]:
-            view = view[number]
-        return view[numbers[-1] : numbers[-1] + 1]
-
-    return read
+from tests.support.engine_arrays import Bytes, Elements, Maker, Read, Shape, Tensor, at, shape_of
 
 
 def token_major_apart(made: Maker) -> Shape:
@@ -164,7 +13,7 @@ def token_major_apart(made: Maker) -> Shape:
     rows, heads, dim = 2 * made.tokens + 9, made.small(), made.dim()
     tensors = [made.tensor(rows, heads, dim) for _ in range(2 * made.small())]
     planes = [p for t in tensors for p in layouts.token_major(t.offset_bytes, rows=rows, token_bytes=t.bytes_of(1, 2))]
-    return _shape(made, [(planes, 0, [_at(t, "row") for t in tensors])])
+    return shape_of(made, [(planes, 0, [at(t, "row") for t in tensors])])
 
 
 def token_major_one_tensor(made: Maker) -> Shape:
@@ -173,7 +22,7 @@ def token_major_one_tensor(made: Maker) -> Shape:
     tensor = made.tensor(layers, rows, heads, dim)
     one = layouts.token_major(tensor.offset_bytes, rows=rows, token_bytes=tensor.bytes_of(2, 3))
     planes = repeated(one, range(0, tensor.nbytes, tensor.bytes_of(1, 2, 3)))
-    return _shape(made, [(planes, 0, [_at(tensor, layer, "row") for layer in range(layers)])])
+    return shape_of(made, [(planes, 0, [at(tensor, layer, "row") for layer in range(layers)])])
 
 
 def head_major(made: Maker) -> Shape:
@@ -185,7 +34,7 @@ def head_major(made: Maker) -> Shape:
         for t in tensors
         for plane in layouts.head_major(t.offset_bytes, heads=heads, rows=rows, head_bytes=t.bytes_of(2))
     ]
-    return _shape(made, [(planes, 0, [_at(t, head, "row") for t in tensors for head in range(heads)])])
+    return shape_of(made, [(planes, 0, [at(t, head, "row") for t in tensors for head in range(heads)])])
 
 
 def token_pages(made: Maker) -> Shape:
@@ -202,7 +51,7 @@ def token_pages(made: Maker) -> Shape:
     def of(tensor: Tensor) -> Read:
         return lambda pool, row, token: tensor(pool)[row * page + token : row * page + token + 1]
 
-    return _shape(made, [(planes, 0, [of(t) for t in tensors])])
+    return shape_of(made, [(planes, 0, [of(t) for t in tensors])])
 
 
 def paged_kv_first(made: Maker) -> Shape:
@@ -215,7 +64,7 @@ def paged_kv_first(made: Maker) -> Shape:
         for t in tensors
         for plane in layouts.paged_kv_first(t.offset_bytes, blocks=blocks, block=block, token_bytes=t.bytes_of(3, 4))
     ]
-    return _shape(made, [(planes, 0, [_at(t, kv, "row", "token") for t in tensors for kv in range(2)])])
+    return shape_of(made, [(planes, 0, [at(t, kv, "row", "token") for t in tensors for kv in range(2)])])
 
 
 def _block_first(made: Maker, block: int) -> tuple[list[Plane], list[Read]]:
@@ -226,13 +75,13 @@ def _block_first(made: Maker, block: int) -> tuple[list[Plane], list[Read]]:
         for t in tensors
         for plane in layouts.paged_block_first(t.offset_bytes, blocks=blocks, block=block, token_bytes=t.bytes_of(3, 4))
     ]
-    return planes, [_at(t, "row", kv, "token") for t in tensors for kv in range(2)]
+    return planes, [at(t, "row", kv, "token") for t in tensors for kv in range(2)]
 
 
 def paged_block_first(made: Maker) -> Shape:
     """FlashInfer NHD: [blocks, 2, block, heads, dim] a layer."""
     planes, reads = _block_first(made, made.block())
-    return _shape(made, [(planes, 0, reads)])
+    return shape_of(made, [(planes, 0, reads)])
 
 
 def paged_heads_kv_first(made: Maker) -> Shape:
@@ -243,7 +92,7 @@ def paged_heads_kv_first(made: Maker) -> Shape:
     planes = layouts.paged_heads_kv_first(
         t.offset_bytes, blocks=blocks, heads=heads, block=block, head_bytes=t.bytes_of(4)
     )
-    return _shape(made, [(planes, 0, [_at(t, kv, "row", head, "token") for kv in range(2) for head in range(heads)])])
+    return shape_of(made, [(planes, 0, [at(t, kv, "row", head, "token") for kv in range(2) for head in range(heads)])])
 
 
 def paged_heads_block_first(made: Maker) -> Shape:
@@ -254,7 +103,7 @@ def paged_heads_block_first(made: Maker) -> Shape:
     planes = layouts.paged_heads_block_first(
         t.offset_bytes, blocks=blocks, heads=heads, block=block, head_bytes=t.bytes_of(4)
     )
-    return _shape(made, [(planes, 0, [_at(t, "row", kv, head, "token") for kv in range(2) for head in range(heads)])])
+    return shape_of(made, [(planes, 0, [at(t, "row", kv, head, "token") for kv in range(2) for head in range(heads)])])
 
 
 def packed_tokens(made: Maker) -> Shape:
@@ -267,7 +116,7 @@ def packed_tokens(made: Maker) -> Shape:
         for t in tensors
         for plane in layouts.paged(t.offset_bytes, blocks=blocks, block=block, token_bytes=t.bytes_of(2, 3))
     ]
-    return _shape(made, [(planes, 0, [_at(t, "row", "token") for t in tensors])])
+    return shape_of(made, [(planes, 0, [at(t, "row", "token") for t in tensors])])
 
 
 def packed_heads(made: Maker) -> Shape:
@@ -282,7 +131,7 @@ def packed_heads(made: Maker) -> Shape:
             t.offset_bytes, blocks=blocks, heads=heads, block=block, head_bytes=t.bytes_of(3)
         )
     ]
-    return _shape(made, [(planes, 0, [_at(t, "row", head, "token") for t in tensors for head in range(heads)])])
+    return shape_of(made, [(planes, 0, [at(t, "row", head, "token") for t in tensors for head in range(heads)])])
 
 
 def layered_blocks(made: Maker) -> Shape:
@@ -294,7 +143,7 @@ def layered_blocks(made: Maker) -> Shape:
         t.offset_bytes, blocks=blocks, layers=layers, heads=heads, block=block, head_bytes=t.bytes_of(5), kv=kv
     )
     parts = [(layer, half, head) for layer in range(layers) for half in range(kv) for head in range(heads)]
-    return _shape(made, [(planes, 0, [_at(t, "row", *part, "token") for part in parts])])
+    return shape_of(made, [(planes, 0, [at(t, "row", *part, "token") for part in parts])])
 
 
 def mla(made: Maker) -> Shape:
@@ -308,7 +157,7 @@ def mla(made: Maker) -> Shape:
         for t in tensors
         for plane in layouts.paged(t.offset_bytes, blocks=blocks, block=block, token_bytes=t.bytes_of(2))
     ]
-    return _shape(made, [(planes, 0, [_at(t, "row", "token") for t in tensors])])
+    return shape_of(made, [(planes, 0, [at(t, "row", "token") for t in tensors])])
 
 
 def int4_with_scales(made: Maker) -> Shape:
@@ -325,7 +174,7 @@ def int4_with_scales(made: Maker) -> Shape:
         ),
         *(p for t in scales for p in layouts.paged(t.offset_bytes, blocks=blocks, block=block, token_bytes=heads * 2)),
     ]
-    return _shape(made, [(planes, 0, [_at(t, "row", "token") for t in (*values, *scales)])])
+    return shape_of(made, [(planes, 0, [at(t, "row", "token") for t in (*values, *scales)])])
 
 
 def int8_with_block_scales(made: Maker) -> Shape:
@@ -338,7 +187,7 @@ def int8_with_block_scales(made: Maker) -> Shape:
         *layouts.paged(values.offset_bytes, blocks=blocks, block=block, token_bytes=heads * dim),
         *layouts.whole_blocks(scales.offset_bytes, blocks=blocks, block=block, block_bytes=heads * 4),
     ]
-    return _shape(made, [(planes, 0, [_at(values, "row", "token"), _at(scales, "row")])])
+    return shape_of(made, [(planes, 0, [at(values, "row", "token"), at(scales, "row")])])
 
 
 def scattered_tokens(made: Maker) -> Shape:
@@ -353,7 +202,7 @@ def scattered_tokens(made: Maker) -> Shape:
     planes = [
         p for t in (k, v) for p in layouts.whole_blocks(t.offset_bytes, blocks=blocks, block=block, block_bytes=size)
     ]
-    return _shape(made, [(planes, 0, [_at(k, "row"), _at(v, "row")])])
+    return shape_of(made, [(planes, 0, [at(k, "row"), at(v, "row")])])
 
 
 def values_then_scales(made: Maker) -> Shape:
@@ -371,13 +220,13 @@ def values_then_scales(made: Maker) -> Shape:
         scales: Elements = t(pool)[row, block * 128 :].reshape(block, 4)
         return scales[token : token + 1]
 
-    return _shape(made, [(planes, 0, [value, scale])])
+    return shape_of(made, [(planes, 0, [value, scale])])
 
 
 def sliding_window(made: Maker) -> Shape:
     """Full attention, and layers with a window, blocks of another size and block ids of their own."""
     full, window = _block_first(made, 16), _block_first(made, made.random.choice([4, 32]))
-    return _shape(made, [(full[0], 0, full[1]), (window[0], made.random.choice([7, 64, 100]), window[1])])
+    return shape_of(made, [(full[0], 0, full[1]), (window[0], made.random.choice([7, 64, 100]), window[1])])
 
 
 def hybrid_states(made: Maker) -> Shape:
@@ -393,10 +242,10 @@ def hybrid_states(made: Maker) -> Shape:
             t.offset_bytes, layers=layers, slots=slots, state_bytes=t.nbytes // layers // slots
         )
     ]
-    return _shape(
+    return shape_of(
         made,
         [(planes, 0, reads)],
-        [(states, [_at(t, layer, "row") for t in (conv, ssm) for layer in range(layers)])],
+        [(states, [at(t, layer, "row") for t in (conv, ssm) for layer in range(layers)])],
     )
 
 
@@ -438,7 +287,7 @@ def draft_model(made: Maker) -> Shape:
     """A draft model's layers: some with the rows of the main model, some with rows of their own."""
     main = _block_first(made, 16)
     own = _block_first(made, made.random.choice([16, 32]))
-    return _shape(made, [(main[0], 0, main[1]), (own[0], 0, own[1])])
+    return shape_of(made, [(main[0], 0, main[1]), (own[0], 0, own[1])])
 
 
 SHAPES: dict[str, Callable[[Maker], Shape]] = {

@@ -1,6 +1,6 @@
 """A whole round of an engine with any of the named layouts: capture, other bytes, restore, and both kinds of slot copy.
 
-What must be where afterwards is said by the engine's own indexing of its arrays (`tests.support.engine_shapes`), and
+What must be where afterwards is said by the engine's own indexing of its arrays (`tests.support.engine_arrays`), and
 every other byte of every pool must be as it was.
 """
 
@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from stratad.client import Client, CpuPool, Engine, GroupRows, StagePool
-from tests.support.engine_shapes import Bytes, Rows, Shape, make_shape
+from tests.support.engine_arrays import Bytes, Rows, Shape
+from tests.support.engine_shapes import make_shape
 
 FINGERPRINT = {"model": "shapes", "revision": "1", "dtype": "u4", "kv_format": "any", "engine_build": "test"}
 MAX_TOKENS = 300

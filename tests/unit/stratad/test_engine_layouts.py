@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from shm.extent import ChunkPlace
 from shm.layout import check_layout
 from shm.rows import pack_rows, runs_of
-from tests.support.engine_shapes import SHAPES, Bytes, Shape, make_shape
+from tests.support.engine_arrays import Bytes, Shape
+from tests.support.engine_shapes import SHAPES, make_shape
 from workers.jobs import capture_chunks
 from workers.pieces import PoolView
 from workers.rowmap import RowMap
