@@ -17,7 +17,7 @@ from workers.device import Device, DevicePool, LaneKind
 from workers.digest import Bytes, Digester
 from workers.faulty import FaultyDevice
 from workers.jobs import JobRefused
-from workers.lanes import JobHooks, Lane, plan_job
+from workers.lanes import JobHooks, Lane, PlannedJob, plan_job
 
 KEY = bytes(range(32))
 NEVER = JobHooks(lambda: False, lambda: None)
@@ -82,13 +82,14 @@ class Rig:
         fragment: bool = False,
         link_bytes_per_s: float = 0.0,
         shuttle_granules: int = 160,
+        pool_bytes: int = 0,
     ) -> None:
         self.layout = layout
         self.random = random.Random(seed)
         self.digester = Digester(KEY)
         cpu = CpuDevice(self.digester, slice_bytes=slice_bytes, link_bytes_per_s=link_bytes_per_s)
         self.device: Device = FaultyDevice(cpu, faults) if faults else cpu
-        self.pool_bytes = layout.end_bytes
+        self.pool_bytes = pool_bytes or layout.end_bytes
         descriptor = create_pool("rig", self.pool_bytes)
         self._pool_map = mmap.mmap(descriptor, self.pool_bytes)
         self.memory: Bytes = np.frombuffer(self._pool_map, np.uint8)
@@ -135,7 +136,7 @@ class Rig:
         """Run one capture job."""
         packed = packed_rows(self.layout, rows, state_slot)
         job = CaptureJob(1, 1, packed, tokens, pack_places(places), False, packed_positions(tokens, state_slot))
-        return self._run(job, LaneKind.CAPTURE, hooks)
+        return self.run(job, hooks)
 
     def restore(
         self,
@@ -162,7 +163,7 @@ class Rig:
             False,
             packed_positions(image_tokens, state_slot),
         )
-        return self._run(job, LaneKind.RESTORE, hooks)
+        return self.run(job, hooks)
 
     def copy(
         self,
@@ -176,14 +177,19 @@ class Rig:
         """Run one copy from rows to rows; `slots` are the state slots of source and target."""
         source, target = (packed_rows(self.layout, r, s) for r, s in zip((rows, target_rows), slots, strict=True))
         job = CopyJob(3, 1, source, target, tokens, False, packed_positions(tokens, slots[0]))
-        return self._run(job, LaneKind.CAPTURE, hooks)
+        return self.run(job, hooks)
 
-    def _run(self, job: CaptureJob | RestoreJob | CopyJob, lane: LaneKind, hooks: JobHooks) -> JobDone | JobFailed:
+    def plan(self, job: CaptureJob | RestoreJob | CopyJob) -> PlannedJob:
+        """Check a job and cut it into slices."""
+        return plan_job(self.device, self.pool, job)
+
+    def run(self, job: CaptureJob | RestoreJob | CopyJob, hooks: JobHooks = NEVER) -> JobDone | JobFailed:
+        """Run one job on its lane."""
         try:
-            plan = plan_job(self.device, self.pool, job)
+            plan = self.plan(job)
         except JobRefused as exc:
             return JobFailed(job.job, exc.code, exc.message)
-        return self.lanes[lane].run(plan, hooks)
+        return self.lanes[plan.lane].run(plan, hooks)
 
     def close(self) -> None:
         """Give everything back."""

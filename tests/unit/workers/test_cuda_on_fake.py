@@ -1,20 +1,17 @@
 """The GPU device over a runtime of host memory: tables, copies, pools, counts. (Streams run in order here.)"""
 
 import ctypes
-import shutil
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from ipc.messages import CaptureJob, CudaIpcPool, JobDone, JobFailed, RestoreJob, Stage
-from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_places
+from ipc.messages import CaptureJob, CudaIpcPool, JobDone, JobFailed, RestoreJob
+from shm.extent import GRANULE_BYTES, pack_places
 from shm.gpu_runtime import GpuError, GpuRuntime
 from shm.layout import Plane, StageLayout
 from tests.support.layouts import packed_positions, packed_rows, positions, stage_layout
-from tests.unit.workers.fake_gpu import UUID, build_fake_gpu, fake_runtime
+from tests.unit.workers.gpu_rig import Gpu
 from tests.unit.workers.rig import KEY, NEVER, model_chunk, paged_layout, slot_layout, written_bytes
-from workers import gpu_kernels
 from workers.cuda_copier import LOCK_STEP_BYTES
 from workers.cuda_device import CudaDevice
 from workers.cuda_memory import Counts
@@ -23,77 +20,6 @@ from workers.device import DeviceFailure, LaneKind, PoolRefused
 from workers.digest import MLH, XXH3, Digester
 from workers.faulty import FaultyDevice
 from workers.lanes import Lane, plan_job
-
-COMPILER = shutil.which("g++") or shutil.which("c++") or ""
-pytestmark = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build_fake_gpu(tmp_path_factory.mktemp("fake"), COMPILER)
-
-
-@pytest.fixture
-def runtime(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> GpuRuntime:
-    made = fake_runtime(library)
-    monkeypatch.setattr(GpuRuntime, "load", classmethod(lambda _cls: made))
-    monkeypatch.setattr(gpu_kernels, "compiled", lambda _kind, _architecture: b"image")
-    monkeypatch.setattr("workers.cuda_device.compiled", lambda _kind, _architecture: b"image")
-    return made
-
-
-class Gpu:
-    """A worker's lanes over the fake GPU, and the engine's side of one pool."""
-
-    def __init__(
-        self, runtime: GpuRuntime, layout: StageLayout, *, slice_bytes: int = 8192, granules: int = 160
-    ) -> None:
-        self.runtime = runtime
-        self.layout = layout
-        self.digester = Digester(KEY)
-        self.cuda = CudaDevice.open(UUID, self.digester, slice_bytes=slice_bytes, staging_bytes=slice_bytes)
-        self.allocation = runtime.malloc(layout.end_bytes + 4096)
-        self.offset = 512
-        memory = (ctypes.c_ubyte * layout.end_bytes).from_address(self.allocation + self.offset)
-        self.memory = np.ctypeslib.as_array(memory)
-        self.memory[:] = np.random.default_rng(1).integers(0, 256, layout.end_bytes, dtype=np.uint8)
-        self.shuttle = np.zeros(granules * GRANULE_BYTES, np.uint8)
-        self.cuda.add_shuttle(0, memoryview(self.shuttle.data))
-        self.granule = 1
-
-    def stage(self, **changes: object) -> Stage:
-        handle = self.runtime.ipc_mem_handle(self.allocation)
-        size = self.layout.end_bytes
-        fields: dict[str, object] = {
-            "handle": handle,
-            "allocation_bytes": size + 4096,
-            "offset_bytes": self.offset,
-            "pool_bytes": size,
-            **changes,
-        }
-        probe = self.memory[:16].tobytes()
-        return Stage(0, UUID, CudaIpcPool(**fields), self.layout, bytes(8), probe)  # type: ignore[arg-type]
-
-    def places(self, tokens: int, state_slot: int = -1) -> list[ChunkPlace]:
-        made: list[ChunkPlace] = []
-        for span in self.layout.chunks(tokens, positions(tokens, state_slot)):
-            count = granules_for(span.length_bytes)
-            made.append(
-                ChunkPlace(span.length_bytes, (Extent(0, self.granule * GRANULE_BYTES, count * GRANULE_BYTES),))
-            )
-            self.granule += count
-        return made
-
-    def close(self) -> None:
-        self.cuda.close()
-        self.runtime.free(self.allocation)
-
-
-@pytest.fixture
-def clean(library: ctypes.CDLL) -> Iterator[None]:
-    before = library.live_handles(), library.live_allocations(), library.live_locks()
-    yield
-    assert (library.live_handles(), library.live_allocations(), library.live_locks()) == before
 
 
 @pytest.mark.parametrize(

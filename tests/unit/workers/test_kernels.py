@@ -2,7 +2,6 @@
 
 import ctypes
 import shutil
-from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 
 from shm.extent import ChunkPlace
 from shm.layout import Plane, StageLayout
-from tests.support.layouts import packed_rows, positions, stage_layout, state_bytes
+from tests.support.layouts import stage_layout
+from tests.support.shape_cases import Case, cases, pack_groups
 from tests.unit.workers.emulate import build
-from tests.unit.workers.rig import KEY, model_chunk, written_bytes
+from tests.unit.workers.rig import KEY
 from workers.compiler import CompilerUnavailable, KernelCompiler
 from workers.device import DevicePool, SliceWork
 from workers.digest import BLOCK_BYTES, MLH, Bytes, Digester
@@ -92,88 +92,76 @@ class Emulated:
         return self.staging[chunk.staging_bytes : chunk.staging_bytes + chunk.work.span.length_bytes].tobytes()
 
 
-def work_of(pool: HostPool, rows: Sequence[int], tokens: int, prefix: int, slot: int) -> SliceWork:
+def case_work(pool: HostPool, case: Case, prefix: int | None = None) -> SliceWork:
+    """A capture of a case as one slice, or (with `prefix`) a restore of its first `prefix` tokens."""
     layout = pool.layout
-    spans = layout.chunks(tokens, positions(tokens, slot))
-    places = [ChunkPlace(span.length_bytes, ()) for span in spans]
-    if prefix < 0:
-        chunks = capture_chunks(layout, tokens, positions(tokens, slot), places)
+    places = [ChunkPlace(span.length_bytes, ()) for span in case.spans]
+    if prefix is None:
+        chunks = capture_chunks(layout, case.tokens, case.positions, places)
     else:
-        digests = bytes(16 * len(spans))
         chunks = restore_chunks(
-            layout, tokens, prefix, positions(tokens, slot), places, digests=digests, algorithms=(MLH,)
+            layout, case.tokens, prefix, case.positions, places, digests=bytes(16 * len(places)), algorithms=(MLH,)
         )
+    rows = pack_groups(case.rows if prefix is None else case.target_of(prefix))
+    maps = tuple(RowMap.parse(entry, group.rows, 0) for entry, group in zip(rows, layout.all_groups, strict=True))
     unused: DevicePool = pool  # type: ignore[assignment]
-    return SliceWork(unused, row_maps(layout, rows, slot), tuple(chunks))
+    return SliceWork(unused, maps, tuple(chunks))
 
 
-def row_maps(layout: StageLayout, rows: Sequence[int], slot: int) -> tuple[RowMap, ...]:
-    """What the lanes make of the rows of an operation."""
-    packed = packed_rows(layout, rows, slot)
-    return tuple(RowMap.parse(entry, group.rows, 0) for entry, group in zip(packed, layout.all_groups, strict=True))
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[StageLayout, list[int], int, int]:
-    tokens_per_row = draw(st.sampled_from([1, 1, 3, 16]))
-    token_bytes = draw(st.sampled_from([1, 4, 6, 16, 64, 1200]))
-    row_bytes = tokens_per_row * token_bytes
-    rows = draw(st.integers(2, 30))
-    grain = draw(st.sampled_from([1, 4, 16]))
-    planes: list[Plane] = []
-    at = draw(st.integers(0, 3)) * grain
-    for _ in range(draw(st.integers(1, 5))):
-        stride = row_bytes + draw(st.integers(0, 3)) * grain
-        planes.append(Plane(at, row_bytes, stride, rows, tokens_per_row, token_bytes if tokens_per_row > 1 else 0))
-        at = -(-planes[-1].end_bytes // grain) * grain + draw(st.integers(0, 3)) * grain
-    state = Plane(at, grain * draw(st.integers(1, 40)), 40 * 16, 3) if draw(st.booleans()) else None
-    layout = stage_layout(tuple(planes), state, tokens_per_row * draw(st.sampled_from([1, 2, 7, 16])))
-    tokens = draw(st.integers(1, rows * tokens_per_row))
-    order = list(draw(st.permutations(range(rows))))
-    return layout, order[: layout.groups[0].rows_for(tokens)], tokens, draw(st.integers(0, tokens))
-
-
-@settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(cases(), st.integers(0, 2**32))
-def test_kernels_move_and_digest_what_the_model_says(
-    kernels: ctypes.CDLL, case: tuple[StageLayout, list[int], int, int], seed: int
-) -> None:
-    layout, rows, tokens, prefix = case
-    slot = 2 if layout.states else -1
+def test_kernels_move_and_digest_what_the_model_says(kernels: ctypes.CDLL, case: Case, seed: int) -> None:
+    layout = case.layout
     pool = HostPool(layout, seed)
-    before = pool.memory.tobytes()
-    expected = [
-        model_chunk(before, layout, rows, span, slot) for span in layout.chunks(tokens, positions(tokens, slot))
-    ]
-    device = Emulated(kernels, pool, slice_table(work_of(pool, rows, tokens, -1, slot), layout))
+    before = pool.memory.copy()
+    expected = [case.chunk(before, span) for span in case.spans]
+    device = Emulated(kernels, pool, slice_table(case_work(pool, case), layout))
     reference = [DIGESTER.digest(MLH, array_of(chunk)) for chunk in expected]
     assert device.digests(staged=False) == reference
     device.rows("gather", pointer(device.staging))
     assert [device.staged(number) for number in range(len(expected))] == expected
     assert device.digests(staged=True) == reference
+    assert np.array_equal(pool.memory, before)
 
-    back = Emulated(kernels, pool, slice_table(work_of(pool, rows, tokens, tokens, slot), layout))
+    for prefix in {*case.prefixes[::7], *case.prefixes[-1:]}:
+        work = case_work(pool, case, prefix)
+        pool.memory[:] ^= 0x5A
+        destroyed = pool.memory.copy()
+        if work.chunks:
+            back = Emulated(kernels, pool, slice_table(work, layout))
+            for chunk in back.table.staged:
+                stored = expected[chunk.work.number]
+                back.staging[chunk.staging_bytes : chunk.staging_bytes + len(stored)] = array_of(stored)
+            back.rows("scatter", pointer(back.staging))
+        assert np.array_equal(pool.memory, case.restored(destroyed, before, prefix))
+
+
+@pytest.mark.parametrize("grain", [1, 4, 16])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_kernels_take_rows_that_cross_tiles(kernels: ctypes.CDLL, grain: int, gap: int) -> None:
+    """A tile ends at any byte of a row, and a row in any tile of its chunk."""
+    block, rows = 37, 24
+    size = grain * (96 // grain + 1) * block
+    first = Plane(grain, size, size + gap * grain, rows, block, size // block)
+    second = Plane(first.end_bytes, 2 * size, 2 * size + gap * grain, rows, block, 2 * size // block)
+    layout = stage_layout((first, second), None, 1024)
+    tokens = rows // 2 * block - 5
+    order = np.random.default_rng(grain).permutation(rows).tolist()
+    case = Case(layout, layout.end_bytes, tokens, (), (tuple(order[:12]),), (tuple(order[12:]),), (tokens,))
+    pool = HostPool(layout, gap)
+    before = pool.memory.copy()
+    device = Emulated(kernels, pool, slice_table(case_work(pool, case), layout))
+    assert device.width == grain
+    assert device.table.tile_count > 3
+    device.rows("gather", pointer(device.staging))
+    assert [device.staged(number) for number in range(len(case.spans))] == [case.chunk(before, s) for s in case.spans]
+    assert device.digests(staged=False) == device.digests(staged=True)
+    back = Emulated(kernels, pool, slice_table(case_work(pool, case, tokens), layout))
     back.staging[:] = device.staging
     pool.memory[:] ^= 0x5A
-    destroyed = pool.memory.tobytes()
+    destroyed = pool.memory.copy()
     back.rows("scatter", pointer(back.staging))
-    touched = written_bytes(layout, rows, tokens)
-    touched |= state_bytes(layout, slot)
-    after = pool.memory.tobytes()
-    assert all(after[n] == (before[n] if n in touched else destroyed[n]) for n in range(len(after)))
-
-    chunks = work_of(pool, rows, tokens, prefix, -1)
-    if chunks.chunks:
-        part = Emulated(kernels, pool, slice_table(chunks, layout))
-        part.staging[:] = device.staging[: len(part.staging)]
-        pool.memory[:] ^= 0x21
-        destroyed = pool.memory.tobytes()
-        part.rows("scatter", pointer(part.staging))
-        touched = written_bytes(layout, rows, prefix)
-        after = pool.memory.tobytes()
-        assert all(after[n] == (before[n] if n in touched else destroyed[n]) for n in range(len(after)))
+    assert np.array_equal(pool.memory, case.restored(destroyed, before, tokens))
 
 
 def array_of(data: bytes) -> Bytes:
@@ -186,8 +174,8 @@ def test_chunks_of_several_blocks(kernels: ctypes.CDLL, row_bytes: int) -> None:
         (Plane(0, row_bytes, row_bytes, 40), Plane(40 * row_bytes, row_bytes, row_bytes, 40)), None, 20
     )
     pool = HostPool(layout, 5)
-    rows = [*range(17, 40), *range(17)]
-    device = Emulated(kernels, pool, slice_table(work_of(pool, rows, 40, -1, -1), layout))
+    case = Case(layout, layout.end_bytes, 40, (), ((*range(17, 40), *range(17)),), ((),), ())
+    device = Emulated(kernels, pool, slice_table(case_work(pool, case), layout))
     assert device.table.block_count >= 2 * (40 * row_bytes // BLOCK_BYTES)
     device.rows("gather", pointer(device.staging))
     reference = [DIGESTER.digest(MLH, array_of(device.staged(number))) for number in range(2)]

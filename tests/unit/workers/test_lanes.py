@@ -8,16 +8,25 @@ import weakref
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from ipc.messages import CaptureJob, JobDone, JobFailed, RestoreJob
 from shm.extent import GRANULE_BYTES, Extent, pack_places
 from shm.layout import Plane, StageLayout
 from shm.rows import unpack_rows
-from tests.support.layouts import packed_rows, positions, stage_layout, state_bytes
-from tests.unit.workers.rig import NEVER, Rig, model_chunk, paged_layout, slot_layout, written_bytes
+from tests.support.layouts import packed_rows, stage_layout
+from tests.support.shape_cases import Case, cases
+from tests.unit.workers.rig import NEVER, Rig, paged_layout, slot_layout, written_bytes
+from tests.unit.workers.shape_checks import (
+    SLICE_BYTES,
+    check_capture_and_restore,
+    check_copy,
+    check_copy_that_fails,
+    check_copy_that_is_cancelled,
+    granules_of,
+)
 from workers.device import DeviceFailure, LaneKind, SliceWork
-from workers.digest import MLH
+from workers.digest import MLH, XXH3
 from workers.lanes import JobHooks, Lane, plan_job
 
 
@@ -25,61 +34,52 @@ def rows_in(packed: tuple[bytes, ...], group: int = 0) -> list[int]:
     return [row for first, count in unpack_rows(packed[group]) for row in range(first, first + count)]
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[StageLayout, list[int], int, int]:
-    """A layout, rows in any order, tokens, tokens of a shorter restore."""
-    tokens_per_row = draw(st.sampled_from([1, 1, 3, 4, 16]))
-    token_bytes = draw(st.sampled_from([1, 2, 5, 8, 24, 64, 200]))
-    row_bytes = tokens_per_row * token_bytes
-    rows = draw(st.integers(2, 40))
-    planes: list[Plane] = []
-    at = draw(st.integers(0, 9))
-    for _ in range(draw(st.integers(1, 4))):
-        stride = row_bytes + draw(st.sampled_from([0, 0, 1, 16, 100]))
-        planes.append(Plane(at, row_bytes, stride, rows, tokens_per_row, token_bytes if tokens_per_row > 1 else 0))
-        at = planes[-1].end_bytes + draw(st.integers(0, 5))
-    state = Plane(at, draw(st.integers(1, 90)), 96, 3) if draw(st.booleans()) else None
-    layout = stage_layout(tuple(planes), state, tokens_per_row * draw(st.sampled_from([1, 2, 5, 16])))
-    tokens = draw(st.integers(1, rows * tokens_per_row))
-    order = draw(st.one_of(st.just(list(range(rows))), st.permutations(range(rows))))
-    return layout, list(order)[: layout.groups[0].rows_for(tokens)], tokens, draw(st.integers(0, tokens))
+def rig_of(case: Case, seed: int, *, fragment: bool = False, faults: dict[str, str] | None = None) -> Rig:
+    return Rig(
+        case.layout,
+        seed=seed,
+        faults=faults,
+        slice_bytes=SLICE_BYTES,
+        fragment=fragment,
+        shuttle_granules=granules_of(case),
+        pool_bytes=case.pool_bytes,
+    )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases(), st.booleans(), st.integers(0, 2**32))
+SEEDS = st.integers(0, 2**32)
+SLICES = st.integers(0, 6)
+
+
+@settings(max_examples=150)
+@given(cases(), st.booleans(), SEEDS, st.data())
 def test_captured_bytes_are_the_models_and_come_back(
-    case: tuple[StageLayout, list[int], int, int], fragment: bool, seed: int
+    case: Case, fragment: bool, seed: int, data: st.DataObject
 ) -> None:
-    layout, rows, tokens, prefix = case
-    slot = 1 if layout.states else -1
-    with Rig(layout, seed=seed, fragment=fragment, slice_bytes=1024, shuttle_granules=200) as rig:
-        before = rig.memory.tobytes()
-        places = rig.places(tokens, slot)
-        done = rig.capture(rows, tokens, places, state_slot=slot)
-        assert isinstance(done, JobDone), done
-        spans = layout.chunks(tokens, positions(tokens, slot))
-        for span, place in zip(spans, places, strict=True):
-            assert rig.stored(place) == model_chunk(before, layout, rows, span, slot)
-        assert done.moved_bytes == sum(span.length_bytes for span in spans)
-        assert rig.memory.tobytes() == before
+    with rig_of(case, seed, fragment=fragment) as rig:
+        check_capture_and_restore(rig, case, data.draw(st.integers(0, case.tokens)), XXH3)
 
-        rig.memory[:] ^= 0x5A
-        destroyed = rig.memory.tobytes()
-        restored = rig.restore(rows, tokens, places, done.digests, state_slot=slot)
-        assert isinstance(restored, JobDone), restored
-        touched = written_bytes(layout, rows, tokens)
-        touched |= state_bytes(layout, slot)
-        after = rig.memory.tobytes()
-        assert all(after[n] == (before[n] if n in touched else destroyed[n]) for n in range(len(after)))
 
-        rig.memory[:] ^= 0x33
-        destroyed = rig.memory.tobytes()
-        count = len(places) - (1 if slot >= 0 else 0)
-        restored = rig.restore(rows, tokens, places[:count], done.digests[: 16 * count], tokens=prefix)
-        assert isinstance(restored, JobDone), restored
-        touched = written_bytes(layout, rows, prefix)
-        after = rig.memory.tobytes()
-        assert all(after[n] == (before[n] if n in touched else destroyed[n]) for n in range(len(after)))
+@settings(max_examples=100)
+@given(cases(), SEEDS)
+def test_a_copy_gives_targets_the_bytes_of_their_sources_and_touches_nothing_else(case: Case, seed: int) -> None:
+    with rig_of(case, seed) as rig:
+        check_copy(rig, case)
+
+
+@settings(max_examples=60)
+@given(cases(), SEEDS, SLICES, st.sampled_from([("flip_source", "source_changed"), ("copy_error", "device_error")]))
+def test_a_copy_that_fails_has_written_what_it_names(
+    case: Case, seed: int, number: int, fault: tuple[str, str]
+) -> None:
+    with rig_of(case, seed, faults={fault[0]: str(number + 1)}) as rig:
+        check_copy_that_fails(rig, case, number, fault[1])
+
+
+@settings(max_examples=60)
+@given(cases(), SEEDS, SLICES)
+def test_a_copy_that_is_cancelled_names_what_it_has_written(case: Case, seed: int, after: int) -> None:
+    with rig_of(case, seed) as rig:
+        check_copy_that_is_cancelled(rig, case, after)
 
 
 @pytest.mark.parametrize("plane", range(3))

@@ -4,14 +4,16 @@ import ctypes
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
-from shm.layout import StageLayout
-from tests.support.layouts import positions, state_bytes
-from tests.unit.workers.rig import KEY, model_chunk, paged_layout, slot_layout, written_bytes
-from tests.unit.workers.test_kernels import HostPool, work_of
-from workers.digest import MLH, Digester
+from tests.support.shape_cases import Case, cases
+from tests.unit.workers.rig import KEY
+from tests.unit.workers.test_kernels import HostPool, case_work
+from workers.device import SliceWork
+from workers.digest import MLH, Bytes, Digester
 from workers.gpu_kernels import LoadedSlice
 from workers.slice_table import slice_table
 
@@ -23,6 +25,7 @@ torch = pytest.importorskip("torch")
 from workers.torch_kernels import TorchKernels  # noqa: E402
 
 DIGESTER = Digester(KEY)
+KEYS = DIGESTER.mlh
 
 
 class HostTorchKernels(TorchKernels):
@@ -40,20 +43,16 @@ def move(target: int, source: int, size_bytes: int, stream: int) -> None:
     ctypes.memmove(target, source, size_bytes)
 
 
-@pytest.mark.parametrize(
-    ("layout", "tokens", "slot"),
-    [(slot_layout(), 60, 1), (slot_layout(row_bytes=77), 40, -1), (paged_layout(), 37, -1), (paged_layout(), 192, -1)],
-)
-def test_torch_operations_do_what_the_model_says(layout: StageLayout, tokens: int, slot: int) -> None:
-    pool = HostPool(layout, 3)
-    rows = list(range(layout.groups[0].rows))[::-1][: layout.groups[0].rows_for(tokens)]
-    before = pool.memory.tobytes()
-    spans = layout.chunks(tokens, positions(tokens, slot))
-    expected = [model_chunk(before, layout, rows, span, slot) for span in spans]
-    table = slice_table(work_of(pool, rows, tokens, -1, slot), layout)
-    staging = np.full(table.staging_bytes, 0xEE, np.uint8)
-    loaded = LoadedSlice(table, layout, pool.memory.ctypes.data, len(pool.memory), 0, 1, 0, 0, int(staging.ctypes.data))
-    kernels = HostTorchKernels(torch.device("cpu"), DIGESTER.mlh, move)
+@settings(max_examples=60)
+@given(cases(), st.integers(0, 2**32))
+def test_torch_operations_do_what_the_model_says(case: Case, seed: int) -> None:
+    layout = case.layout
+    pool = HostPool(layout, seed)
+    before = pool.memory.copy()
+    expected = [case.chunk(before, span) for span in case.spans]
+    kernels = HostTorchKernels(torch.device("cpu"), KEYS, move)
+    loaded, staging = loaded_slice(pool, case_work(pool, case))
+    table = loaded.table
     sums = np.zeros((2, table.block_count, 4), np.uint64)
     kernels.digest_rows(loaded, int(sums[0].ctypes.data), 0)
     kernels.gather(loaded, 0)
@@ -65,11 +64,24 @@ def test_torch_operations_do_what_the_model_says(layout: StageLayout, tokens: in
         for half in sums:
             blocks = half[chunk.first_block : chunk.first_block + chunk.block_count]
             assert DIGESTER.mlh.finish(blocks, length) == digest
-    pool.memory[:] ^= 0x5A
-    destroyed = pool.memory.tobytes()
-    kernels.scatter(loaded, 0)
-    touched = written_bytes(layout, rows, tokens)
-    if slot >= 0:
-        touched |= state_bytes(layout, slot)
-    after = pool.memory.tobytes()
-    assert all(after[n] == (before[n] if n in touched else destroyed[n]) for n in range(len(after)))
+    assert np.array_equal(pool.memory, before)
+
+    for prefix in {*case.prefixes[::7], *case.prefixes[-1:]}:
+        work = case_work(pool, case, prefix)
+        pool.memory[:] ^= 0x5A
+        destroyed = pool.memory.copy()
+        if work.chunks:
+            loaded, staging = loaded_slice(pool, work)
+            for chunk in loaded.table.staged:
+                stored = np.frombuffer(expected[chunk.work.number], np.uint8)
+                staging[chunk.staging_bytes : chunk.staging_bytes + len(stored)] = stored
+            kernels.scatter(loaded, 0)
+        assert np.array_equal(pool.memory, case.restored(destroyed, before, prefix))
+
+
+def loaded_slice(pool: HostPool, work: SliceWork) -> tuple[LoadedSlice, Bytes]:
+    """A slice as the kernels see it, and its staging."""
+    table = slice_table(work, pool.layout)
+    staging = np.full(table.staging_bytes, 0xEE, np.uint8)
+    address, size = int(pool.memory.ctypes.data), len(pool.memory)
+    return LoadedSlice(table, pool.layout, address, size, 0, 1, 0, 0, int(staging.ctypes.data)), staging
