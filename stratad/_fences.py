@@ -11,7 +11,7 @@ from stratad._pump import Pump
 from stratad.errors import Busy
 from stratad.tickets import Ticket
 
-AnyTicket: TypeAlias = Ticket[Captured] | Ticket[Restored] | Ticket[Copied]
+AnyTicket: TypeAlias = Ticket[Captured | Restored | Copied]
 
 
 class Fences:

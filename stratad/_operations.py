@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # What reads rows only and replaces what it made before: to send it again on a new connection does no harm.
 _REPEATABLE: Final = ("capture", "slot_to")
 
-ResultT = TypeVar("ResultT", Captured, Restored, Copied)
+ResultT = TypeVar("ResultT", bound=Captured | Restored | Copied)
 
 
 class ImageWanted(NamedTuple):

@@ -29,7 +29,7 @@ from stratad.errors import Cancelled, DeadlineExceeded, StratadError
 if TYPE_CHECKING:
     from stratad._connection import Connection
 
-ResultT_co = TypeVar("ResultT_co", Captured, Restored, Copied, covariant=True)
+ResultT_co = TypeVar("ResultT_co", bound=Captured | Restored | Copied, covariant=True)
 
 _ENDS: Final = {"capture": "published", "restore": "restored", "take": "restored"}
 # Captures, of which the rows are free before the end.

@@ -346,11 +346,12 @@ def _check_prefix(engine: Engine, image: Image, tokens: int) -> None:
         raise Refusal(
             "bad_tokens", f"{tokens} tokens end inside a block: planes that cannot locate tokens hold whole blocks"
         )
-    if image.points is not None and tokens not in image.points:
-        had = ", ".join(map(str, image.points[:16])) or "none"
-        passed = tokens in image.positions or not image.positions
-        why = "a window has passed what it needs" if passed else "its states were taken at other positions"
-        detail = {"points": ",".join(map(str, image.points))}
+    whole = all(layout.holds_prefix(tokens, image.token_count) for layout in engine.layouts)
+    if not whole or (image.positions and tokens not in image.positions):
+        points = image.points or ()
+        had = ", ".join(map(str, points[:16])) or "none"
+        why = "a window has passed what it needs" if not whole else "its states were taken at other positions"
+        detail = {"points": ",".join(map(str, points))}
         raise Refusal(
             "no_checkpoint",
             f"the image of {image.token_count} tokens cannot be restored to {tokens}: {why} (it can to: {had})",

@@ -168,12 +168,11 @@ def _lookup(state: State, client: ClientRecord, request: Lookup) -> None:
         raise Refusal("bad_tokens", f"tokens must be packed u32, got {len(request.tokens)} bytes")
     state.count("lookups")
     found = state.catalog.lookup(engine.scope, request.tokens)
-    tokens = 0
-    if found is not None:
-        image, tokens = found
-        if tokens < image.token_count:  # inside a block whose tokens cannot be located nothing can be restored
-            tokens = tokens // engine.token_unit * engine.token_unit
-    if found is None or tokens == 0:
+    image, tokens = found or (None, 0)
+    if image is not None and tokens < image.token_count:
+        # Inside a block whose tokens cannot be located nothing can be restored.
+        tokens = tokens // engine.token_unit * engine.token_unit
+    if image is None or tokens == 0:
         state.reply(client.client, Found(request.seq, "miss"))
         return
     state.count("hits")
