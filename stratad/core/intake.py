@@ -13,7 +13,7 @@ from stratad.core.failures import Refusal
 from stratad.core.fences import Fence
 from stratad.core.fingerprints import differing_fields
 from stratad.core.ops import Operation, OpKind, StageRun
-from stratad.core.row_lists import CutRows, Need, RowCutter, unpack_stages
+from stratad.core.row_lists import CutRows, Need, cut_stages
 from stratad.core.state import ClientRecord, Engine, State
 
 NAME_LIMIT = 512
@@ -59,22 +59,19 @@ def _check_order(engine: Engine, ordered: str) -> None:
                 )
 
 
-def _spans_by_stage(
-    layouts: Sequence[StageLayout], tokens: int, positions: Sequence[int]
-) -> list[tuple[ChunkSpan, ...]]:
+def _spans_by_stage(engine: Engine, tokens: int, positions: Sequence[int]) -> list[tuple[ChunkSpan, ...]]:
     """The chunks of an image on every stage.
 
     Raises:
         Refusal: ``too_large``.
     """
-    count = sum(layout.chunk_count(tokens, len(positions)) for layout in layouts)
+    counts = {id(kind): kind.chunk_count(tokens, len(positions)) for kind in engine.kinds}
+    count = sum(counts[id(layout)] for layout in engine.layouts)
     if count > CHUNK_LIMIT:
-        raise Refusal("too_large", f"{tokens} tokens on {len(layouts)} stages are {count} chunks, over {CHUNK_LIMIT}")
-    known: dict[int, tuple[ChunkSpan, ...]] = {}  # by identity: to hash a layout is to hash all its planes
-    for layout in layouts:
-        if id(layout) not in known:
-            known[id(layout)] = tuple(layout.chunks(tokens, positions))
-    return [known[id(layout)] for layout in layouts]
+        stages = len(engine.layouts)
+        raise Refusal("too_large", f"{tokens} tokens on {stages} stages are {count} chunks, over {CHUNK_LIMIT}")
+    spans = {id(kind): tuple(kind.chunks(tokens, positions)) for kind in engine.kinds}
+    return [spans[id(layout)] for layout in engine.layouts]
 
 
 def _positions(engine: Engine, packed: bytes, tokens: int) -> tuple[int, ...]:
@@ -100,11 +97,11 @@ def _positions(engine: Engine, packed: bytes, tokens: int) -> tuple[int, ...]:
     return positions
 
 
-def _points(layouts: Sequence[StageLayout], tokens: int, positions: tuple[int, ...]) -> tuple[int, ...] | None:
+def _points(kinds: Sequence[StageLayout], tokens: int, positions: tuple[int, ...]) -> tuple[int, ...] | None:
     """To which numbers of tokens an image can be restored; None: to any."""
     if positions:
-        return tuple(p for p in positions if all(layout.holds_prefix(p, tokens) for layout in layouts))
-    return None if all(layout.holds_prefix(1, tokens) for layout in layouts) else (tokens,)
+        return tuple(p for p in positions if all(kind.holds_prefix(p, tokens) for kind in kinds))
+    return None if all(kind.holds_prefix(1, tokens) for kind in kinds) else (tokens,)
 
 
 def _run_stages(
@@ -137,24 +134,21 @@ def _source(engine: Engine, request: Capture | SlotTo | SlotDirect, asked: int) 
     Raises:
         Refusal: names what was wrong and what was expected.
     """
-    layouts = engine.layouts
     if isinstance(request, Capture):
         positions = _positions(engine, request.positions, asked)
     else:
         positions = (asked,) if engine.has_state else ()
-    runs = unpack_stages(layouts, request.rows, Need(asked, len(positions)))
+    tokens = asked // engine.token_unit * engine.token_unit
+    cuts = cut_stages(engine.layouts, request.rows, Need(asked, len(positions)), tokens)
     _check_order(engine, request.ordered)
     _check_slot(engine, request.slot)
-    tokens = asked // engine.token_unit * engine.token_unit
     if tokens == 0:
         raise Refusal("bad_tokens", f"{asked} tokens fill no block, and the planes do not say where tokens lie")
-    if tokens < asked and (positions or any(group.window_tokens for layout in layouts for group in layout.groups)):
+    if tokens < asked and (positions or any(group.window_tokens for kind in engine.kinds for group in kind.groups)):
         raise Refusal(
             "bad_tokens", f"with states or windows, tokens must be a multiple of {engine.token_unit}, got {asked}"
         )
-    cutter = RowCutter(tokens, len(positions))
-    cuts = [cutter.cut(layout, run) for layout, run in zip(layouts, runs, strict=True)]
-    return _Source(tokens, positions, cuts, _spans_by_stage(layouts, tokens, positions))
+    return _Source(tokens, positions, cuts, _spans_by_stage(engine, tokens, positions))
 
 
 def operation_of(
@@ -196,9 +190,7 @@ def _slot_direct(state: State, engine: Engine, request: SlotDirect) -> Operation
         raise Refusal("bad_value", f"target_slot must be >= 0, got {request.target_slot}")
     source = _source(engine, request, _counted(request.tokens))
     need = Need(source.tokens, len(source.positions), exact=False)
-    cutter = RowCutter(source.tokens, len(source.positions))
-    runs = unpack_stages(engine.layouts, request.target_rows, need)
-    targets = [cutter.cut(layout, run) for layout, run in zip(engine.layouts, runs, strict=True)]
+    targets = cut_stages(engine.layouts, request.target_rows, need, source.tokens)
     op = _operation(state, engine, request, OpKind.SLOT_DIRECT, source)
     for run, target in zip(op.stages, targets, strict=True):
         run.target = target
@@ -231,7 +223,7 @@ def _operation(
         state.now_s + request.deadline_s,
         _run_stages(engine, source.cuts, source.spans),
         positions=source.positions,
-        points=_points(engine.layouts, source.tokens, source.positions),
+        points=_points(engine.kinds, source.tokens, source.positions),
         image_tokens=source.tokens,
     )
 
@@ -305,15 +297,13 @@ def _restore(state: State, engine: Engine, request: Restore | SlotFrom, image: I
     Raises:
         Refusal: names what was wrong and what was expected.
     """
-    layouts, tokens = engine.layouts, image.token_count if asked == -1 else asked
+    tokens = image.token_count if asked == -1 else asked
     _check_prefix(engine, image, tokens)
     if request.slot < 0:
         raise Refusal("bad_value", f"slot must be >= 0, got {request.slot}")
     _check_order(engine, request.ordered)
-    runs = unpack_stages(layouts, request.rows, Need(tokens, 1, exact=asked != -1))
-    cutter = RowCutter(tokens, 1)
-    cuts = [cutter.cut(layout, run) for layout, run in zip(layouts, runs, strict=True)]
-    spans = _spans_by_stage(layouts, image.token_count, image.positions)
+    cuts = cut_stages(engine.layouts, request.rows, Need(tokens, 1, exact=asked != -1), tokens)
+    spans = _spans_by_stage(engine, image.token_count, image.positions)
     return Operation(
         state.number("op"),
         OpKind.RESTORE,
@@ -346,7 +336,7 @@ def _check_prefix(engine: Engine, image: Image, tokens: int) -> None:
         raise Refusal(
             "bad_tokens", f"{tokens} tokens end inside a block: planes that cannot locate tokens hold whole blocks"
         )
-    whole = all(layout.holds_prefix(tokens, image.token_count) for layout in engine.layouts)
+    whole = all(kind.holds_prefix(tokens, image.token_count) for kind in engine.kinds)
     if not whole or (image.positions and tokens not in image.positions):
         points = image.points or ()
         had = ", ".join(map(str, points[:16])) or "none"
@@ -387,13 +377,13 @@ def raise_fences(state: State, op: Operation) -> None:
 
 
 class _KnownRows:
-    """Rows that were proven distinct; stages that share rows share the proof."""
+    """Rows that were proven distinct; stages of one kind that share rows share the proof."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[tuple[int, ...], ...], int], SpaceRows] = {}
+        self._known: dict[tuple[int, int], SpaceRows] = {}
 
     def distinct(self, layout: StageLayout, rows: CutRows, stage: int) -> SpaceRows:
-        key = (layout.spaces, id(rows))  # the rows by identity: to hash them is to look at each
+        key = (id(layout), id(rows))  # by identity: to hash them is to look at each plane and row
         if key not in self._known:
             try:
                 self._known[key] = distinct_rows(layout, rows.runs)

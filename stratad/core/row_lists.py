@@ -5,7 +5,7 @@ and so what is later made of it: an operation may name thousands of blocks for s
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from shm.layout import StageLayout
 from shm.rows import RUN_BYTES, RowRuns, first_rows, pack_rows, row_count, unpack_rows
@@ -25,8 +25,15 @@ class Need(NamedTuple):
     exact: bool = True
 
 
-def unpack_stages(layouts: Sequence[StageLayout], rows: PackedRows, need: Need) -> list[GroupRuns]:
-    """Runs of every group of every stage.
+class CutRows(NamedTuple):
+    """The rows of one stage that an operation uses, and their packed form."""
+
+    runs: GroupRuns
+    packed: tuple[bytes, ...]
+
+
+def cut_stages(layouts: Sequence[StageLayout], rows: PackedRows, need: Need, kept: int) -> list[CutRows]:
+    """The rows of every stage that hold the first `kept` tokens, out of those that a request gives for `need`.
 
     Raises:
         Refusal: ``bad_rows``, naming the stage and group.
@@ -34,17 +41,26 @@ def unpack_stages(layouts: Sequence[StageLayout], rows: PackedRows, need: Need) 
     count = len(layouts)
     if len(rows) not in (1, count):
         raise Refusal("bad_rows", f"rows must be given once or once for each of {count} stages, got {len(rows)}")
-    known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], GroupRuns] = {}
-    found: list[GroupRuns] = []
+    known: dict[tuple[int, int], CutRows] = {}  # layouts by identity: to hash one is to look at all its planes
+    found: list[CutRows] = []
     for number, layout in enumerate(layouts):
         which = min(number, len(rows) - 1)
-        needed = layout.rows_for(need.tokens, need.checkpoints)
-        key = (which, needed, tuple(group.rows for group in layout.all_groups))
-        runs = known.get(key)
-        if runs is None:
-            runs = known[key] = _unpack_groups(layout, rows[which], needed, number, exact=need.exact)
-        found.append(runs)
+        cut = known.get((which, id(layout)))
+        if cut is None:
+            given = layout.rows_for(need.tokens, need.checkpoints)
+            used = given if kept == need.tokens else layout.rows_for(kept, need.checkpoints)
+            runs = _unpack_groups(layout, rows[which], given, number, exact=need.exact)
+            cut = known[which, id(layout)] = _cut(runs, rows[which], used)
+        found.append(cut)
     return found
+
+
+def _cut(runs: GroupRuns, packed: tuple[bytes, ...], used: tuple[int, ...]) -> CutRows:
+    kept = tuple(map(first_rows, runs, used))
+    # What is used whole is packed already: `first_rows` gives back the very tuple then.
+    return CutRows(
+        kept, tuple(old if cut is all_ else pack_rows(cut) for cut, all_, old in zip(kept, runs, packed, strict=True))
+    )
 
 
 def _unpack_groups(
@@ -69,29 +85,3 @@ def _unpack_groups(
             raise Refusal("bad_rows", f"{where}{count} rows are needed, got {got}", stage=stage)
         unpacked.append(runs)
     return tuple(unpacked)
-
-
-class CutRows(NamedTuple):
-    """The rows of one stage that an operation uses, and their packed form."""
-
-    runs: GroupRuns
-    packed: tuple[bytes, ...]
-
-
-class RowCutter:
-    """Cuts the rows of stages to those that are needed; stages that share rows share the result."""
-
-    def __init__(self, tokens: int, checkpoints: int) -> None:
-        self._tokens: Final = tokens
-        self._checkpoints: Final = checkpoints
-        self._known: dict[tuple[int, tuple[int, ...]], CutRows] = {}
-
-    def cut(self, layout: StageLayout, runs: GroupRuns) -> CutRows:
-        """The first rows of every group, as many as the tokens and states take."""
-        needed = layout.rows_for(self._tokens, self._checkpoints)
-        key = (id(runs), needed)  # by identity: to hash a list of runs is to hash all that is in it
-        found = self._known.get(key)
-        if found is None:
-            kept = tuple(map(first_rows, runs, needed))
-            found = self._known[key] = CutRows(kept, tuple(map(pack_rows, kept)))
-        return found

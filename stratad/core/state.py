@@ -151,21 +151,24 @@ class Engine:
     transits: dict[int, Image] = field(default_factory=dict)  # transit images by slot
     unmapping: set[int] = field(default_factory=set)  # pools whose worker has been told to close them
     unregister_seq: int | None = None  # request that waits for that
+    # Read off the stages, which never change. Equal layouts are one object here: most engines have one or two kinds of
+    # stages, and what an operation asks of a layout is then asked once a kind.
+    layouts: tuple[StageLayout, ...] = field(init=False)
+    kinds: tuple[StageLayout, ...] = field(init=False)
+    has_state: bool = field(init=False)  # any stage carries states
+    token_unit: int = field(init=False)  # images hold a multiple of so many tokens
 
-    @property
-    def layouts(self) -> tuple[StageLayout, ...]:
-        """Layout of every stage."""
-        return tuple(stage.stage.layout for stage in self.stages)
-
-    @property
-    def has_state(self) -> bool:
-        """Whether any stage carries states."""
-        return any(stage.stage.layout.states for stage in self.stages)
-
-    @property
-    def token_unit(self) -> int:
-        """Images hold a multiple of so many tokens."""
-        return math.lcm(*(stage.stage.layout.token_unit for stage in self.stages))
+    def __post_init__(self) -> None:
+        kinds: list[StageLayout] = []
+        layouts: list[StageLayout] = []
+        for stage in self.stages:
+            layout = next((kind for kind in kinds if kind == stage.stage.layout), None)
+            if layout is None:
+                kinds.append(layout := stage.stage.layout)
+            layouts.append(layout)
+        self.layouts, self.kinds = tuple(layouts), tuple(kinds)
+        self.has_state = any(layout.states for layout in kinds)
+        self.token_unit = math.lcm(*(layout.token_unit for layout in kinds))
 
 
 @dataclass(slots=True, eq=False)
