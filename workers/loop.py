@@ -99,11 +99,11 @@ class Worker:
             self._stopping = True
             self._desk.stop()
 
-    def run(self, wakeup_fd: int, stop_wanted: threading.Event) -> int:
-        """Serve until told to stop; the exit status. `wakeup_fd` becomes readable on a signal."""
+    def run(self) -> int:
+        """Serve until told to stop; the exit status."""
         lifeline_fd, mailbox_fd, socket = self._lifeline.fileno(), self._mailbox.fileno(), self._link.socket
         poller = zmq.Poller()
-        for source in (socket, lifeline_fd, mailbox_fd, wakeup_fd):
+        for source in (socket, lifeline_fd, mailbox_fd):
             poller.register(source, zmq.POLLIN)
         try:
             while not (self._stopping and self._desk.idle):
@@ -112,10 +112,6 @@ class Worker:
                 if lifeline_fd in ready and self._lifeline.drain() is Life.ENDED:
                     _log.error("the supervisor is gone")
                     return exit_codes.SUPERVISOR_LOST
-                if wakeup_fd in ready:
-                    os.read(wakeup_fd, 4096)
-                if stop_wanted.is_set():
-                    self.request_stop()
                 if mailbox_fd in ready:
                     self._read_mailbox()
                 if timeout_ms is not None:

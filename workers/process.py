@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from typing import Final, NoReturn
 
 from ipc.lifeline import LifelineError
@@ -64,8 +63,7 @@ def run_worker(spec: WorkerSpec, born_s: float) -> int:
     # A batch process does not preempt when it wakes up: the supervisor gets all jobs of an operation out before one
     # of its workers takes its CPU (four stages of 64 KiB on two cores: 1.21 ms without it, 1.00 ms with it).
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    stop_wanted = threading.Event()
-    wakeup_fd = _listen_to_signals(stop_wanted)
+    _leave_signals_to_the_supervisor()
     try:
         lifeline, link = connect(spec)
     except (LifelineError, LinkError) as exc:
@@ -81,7 +79,7 @@ def run_worker(spec: WorkerSpec, born_s: float) -> int:
         _log.error("the device cannot be used device=%s error=%s", spec.device, exc)
         return exit_codes.BOOT_FAILED
     worker.start(born_s)
-    status = worker.run(wakeup_fd, stop_wanted)
+    status = worker.run()
     if status == exit_codes.STOPPED:
         worker.close()
     else:
@@ -90,17 +88,14 @@ def run_worker(spec: WorkerSpec, born_s: float) -> int:
     return status
 
 
-def _listen_to_signals(stop_wanted: threading.Event) -> int:
-    """SIGTERM asks for a clean stop; what belongs to a terminal is the supervisor's affair."""
-    read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    for number in (signal.SIGINT, signal.SIGHUP):
+def _leave_signals_to_the_supervisor() -> None:
+    """A stop that is sent to every process of the service is the supervisor's to carry out: a worker that ended by
+    itself would fail jobs that are on their way to it. The end of its lifeline ends it, whatever became of the others.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda _number, _frame: stop_wanted.set())
-    return read_fd
 
 
 def run_and_exit(spec: WorkerSpec, born_s: float) -> NoReturn:

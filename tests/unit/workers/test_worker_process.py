@@ -190,12 +190,13 @@ def test_pidfd_and_status_of_a_killed_worker(supervisor: SmallSupervisor) -> Non
     assert supervisor.heard(Forked).generation == 2
 
 
-def test_sigterm_ends_with_status_0_and_sigint_is_ignored(supervisor: SmallSupervisor) -> None:
+def test_a_stop_that_is_sent_to_every_process_is_left_to_the_supervisor(supervisor: SmallSupervisor) -> None:
     forked = fork_worker(supervisor)
     supervisor.report(WorkerReady)
-    os.kill(forked.pid, signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(forked.pid, number)
     assert supervisor.ask(TakeCensus(1), Census).census == 1
-    os.kill(forked.pid, signal.SIGTERM)
+    supervisor.send(StopWorker())
     assert supervisor.exited().status == exit_codes.STOPPED
 
 
