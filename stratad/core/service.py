@@ -11,6 +11,9 @@ from ipc.messages import (
     Drop,
     Failed,
     Found,
+    GetBegin,
+    GetEnd,
+    GetPart,
     Goodbye,
     Hello,
     Images,
@@ -18,6 +21,10 @@ from ipc.messages import (
     Lookup,
     Mark,
     Pin,
+    PutAbort,
+    PutBegin,
+    PutCommit,
+    PutPart,
     Register,
     Release,
     Request,
@@ -32,7 +39,7 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import jobs, queue, registration, views
+from stratad.core import exchange, jobs, queue, registration, views
 from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
@@ -57,6 +64,8 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             queue.submit(state, operation_of(state, client, request))
         case SlotDrop():
             _drop_transit(state, client, request)
+        case PutBegin() | PutPart() | PutCommit() | PutAbort() | GetBegin() | GetPart() | GetEnd():
+            exchange.serve(state, client, request)
         case Acknowledge():
             _acknowledge(state, client, request)
         case Release():
@@ -64,15 +73,7 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case Lookup():
             _lookup(state, client, request)
         case Mark():
-            engine = engine_of(state, client, request.engine_id)
-            if request.mark not in MARKS or not 0 <= request.slot < SLOT_LIMIT:
-                raise Refusal(
-                    "bad_value",
-                    f"mark must be one of {', '.join(MARKS)} and slot 0..{SLOT_LIMIT - 1}, got "
-                    f"{request.mark[:20]!r} for slot {request.slot}",
-                )
-            engine.marks[request.slot] = request.mark
-            state.reply(client.client, Done(request.seq))
+            _mark(state, client, request)
         case Drop():
             _drop(state, client, request)
         case Clear():
@@ -102,6 +103,18 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case Goodbye():
             state.reply(client.client, Done(request.seq))
             state.out.append(DropClient(client.client))
+
+
+def _mark(state: State, client: ClientRecord, request: Mark) -> None:
+    engine = engine_of(state, client, request.engine_id)
+    if request.mark not in MARKS or not 0 <= request.slot < SLOT_LIMIT:
+        raise Refusal(
+            "bad_value",
+            f"mark must be one of {', '.join(MARKS)} and slot 0..{SLOT_LIMIT - 1}, got "
+            f"{request.mark[:20]!r} for slot {request.slot}",
+        )
+    engine.marks[request.slot] = request.mark
+    state.reply(client.client, Done(request.seq))
 
 
 def _hello(state: State, client: ClientRecord, hello: Hello) -> None:

@@ -34,6 +34,7 @@ def image_info(state: State, image: Image) -> ImageInfo:
         image.used_unix_s,
         image.restores,
         image.positions,
+        len(image.parts or ()),
     )
 
 
