@@ -21,6 +21,8 @@ from shm.layout import StageLayout
 PROTOCOL_VERSION: Final = 2
 DIGEST_BYTES: Final = 16
 EXCHANGE_ROW_BYTES: Final = 4096
+PART_NAME_CHARS: Final = 256
+PART_META_CHARS: Final = 512
 TOKEN_BYTES: Final = 4
 
 

@@ -14,20 +14,12 @@ from workers.device import Copier, CopyTimes, SliceWork
 class MixedCopier:
     """See `workers.device.Copier`. Owns both copiers."""
 
+    before_copy: Callable[[SliceWork], None] | None = None
+
     def __init__(self, device: CudaCopier, host: CpuCopier) -> None:
         self._device = device
         self._host = host
         self._current: Copier = device
-
-    @property
-    def before_copy(self) -> Callable[[SliceWork], None] | None:
-        """See `Copier`."""
-        return self._device.before_copy
-
-    @before_copy.setter
-    def before_copy(self, hook: Callable[[SliceWork], None] | None) -> None:
-        self._device.before_copy = hook
-        self._host.before_copy = hook
 
     @property
     def times(self) -> CopyTimes:
@@ -82,4 +74,5 @@ class MixedCopier:
 
     def _choose(self, work: SliceWork) -> Copier:
         self._current = self._host if work.pool.in_host_memory else self._device
+        self._current.before_copy = self.before_copy
         return self._current

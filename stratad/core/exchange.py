@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from ipc.messages import (
     EXCHANGE_ROW_BYTES,
+    PART_META_CHARS,
+    PART_NAME_CHARS,
     TOKEN_BYTES,
     Captured,
     Done,
@@ -27,7 +29,7 @@ from stratad.core.catalog import Chunk, Draft, Image
 from stratad.core.failures import Refusal
 from stratad.core.intake import CHUNK_LIMIT, check_name, engine_of, find_image
 from stratad.core.ops import Operation, OpKind, OpState, StageRun
-from stratad.core.puts import META_LIMIT, PART_NAME_LIMIT, Get, Part, Piece, Put
+from stratad.core.puts import Get, Part, Piece, Put
 from stratad.core.row_lists import CutRows, Need, RowCutter, unpack_stages
 from stratad.core.state import ClientRecord, Engine, State
 
@@ -150,10 +152,10 @@ class _Cut(NamedTuple):
 def _check_part(engine: Engine, put: Put, request: PutPart) -> _Cut | None:
     """Check a piece against its part and the put; its rows, None for a part of no bytes."""
     name, meta = request.name, request.meta
-    if not name or len(name) > PART_NAME_LIMIT or not name.isprintable() or len(meta) > META_LIMIT:
+    if not name or len(name) > PART_NAME_CHARS or not name.isprintable() or len(meta) > PART_META_CHARS:
         raise Refusal(
             "bad_value",
-            f"a part's name must be 1 to {PART_NAME_LIMIT} printable characters and its note at most {META_LIMIT}, "
+            f"a part's name has 1 to {PART_NAME_CHARS} printable characters and its note at most {PART_META_CHARS}, "
             f"got {name[:40]!r} and {len(meta)}",
         )
     step = put.chunk_rows

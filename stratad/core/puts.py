@@ -15,8 +15,6 @@ from stratad.core.catalog import Chunk, Draft, Image, ImagePart, Staged, StoredP
 from stratad.core.failures import Refusal
 
 PART_LIMIT = 4096
-PART_NAME_LIMIT = 256
-META_LIMIT = 512
 # Names and notes of all parts of a put: what the daemon keeps of each image besides its chunks, and a reply lists.
 TEXT_LIMIT = 1024 * 1024
 
