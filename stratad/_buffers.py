@@ -83,6 +83,8 @@ def _torch_view(data: object, what: str) -> memoryview:
             "bad_value",
             f"{what}: the tensor lies on {tensor.device}: register it as a pool, or bring it to the CPU first",
         )
+    if tensor.layout != torch.strided:
+        raise TypeError(f"its layout is {tensor.layout}")
     if not tensor.is_contiguous():
         raise _not_contiguous(what, f"tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}")
     flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()

@@ -66,6 +66,8 @@ def resolve_device(device: str, stats: Callable[[], StatsReply]) -> str:
     Raises:
         UsageError: nobody serves it (code ``foreign_device``).
     """
+    if device.startswith("cpu:"):  # worker and device have one name
+        return device
     workers = stats().workers
     for worker in workers:
         if device in (worker.device, worker.worker):
@@ -161,6 +163,8 @@ class Exchange:
             Lost: the session is over.
         """
         registration = self.engine.registration
+        self.client.pump.poll()
+        registration.check_session(session)
 
         def in_session(_: object, seq: int) -> Request:
             registration.check_session(session)

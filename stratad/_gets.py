@@ -114,6 +114,8 @@ class Get:
         with self._lock:
             if self._ended:
                 raise UsageError("unknown_get", "the get is closed")
+            if not view.nbytes:  # such a part does not travel
+                return
             pieces = deque(self._exchange.pieces(view.nbytes))
             under_way: deque[tuple[int, Transfer]] = deque()
             ahead = self._take_ahead(number)

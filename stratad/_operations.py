@@ -164,6 +164,8 @@ class Operations:
     ) -> Ticket[PartT]:
         """Move a piece of a part between the rows of an exchange and the daemon, in the session that began it."""
         self._client.check_process()
+        self._pump.poll()
+        self._registration.check_session(session)  # without a wait for a daemon that knows nothing of it
         writes = expected is PartLoaded
         use = RowUse((StageRows(self._layouts[0], (runs,)),), writes=writes)
 

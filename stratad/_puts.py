@@ -81,14 +81,11 @@ class Put:
                 del self._failed[name]
             self._raise_failure()
             self._names.add(name)
-            if view.nbytes:
+            try:
                 self._send(name, view, note)
-            else:
-                self._ask(  # it has no rows to travel in
-                    "put_part",
-                    lambda seq: self._part(seq, name=name, nbytes=0, note=note, rows=(), first_row=0),
-                    PartStored,
-                )
+            except StratadError as exc:
+                self._note(name, exc)
+                raise
 
     def commit(self) -> Captured:
         """Wait for all parts and publish the image; it takes the place of the conversation's former one.
@@ -166,6 +163,9 @@ class Put:
     def _send(self, name: str, view: memoryview, note: str) -> None:
         exchange = self._exchange
         self._sent = [transfer for transfer in self._sent if not transfer.ended]
+        if not view.nbytes:  # it has no rows to travel in
+            part = functools.partial(self._part, name=name, nbytes=0, note=note, rows=(), first_row=0)
+            self._ask("put_part", part, PartStored)
         for first_row, count in exchange.pieces(view.nbytes):
             rows = exchange.room.take(count, exchange.client.until_s(self._deadline_s))
             try:
@@ -176,10 +176,8 @@ class Put:
                 ticket = exchange.engine.operations.part(
                     build, PartStored, rows, session=self._session, deadline_s=self._deadline_s
                 )
-            except BaseException as exc:
+            except BaseException:
                 exchange.room.give(rows)
-                if isinstance(exc, StratadError):
-                    self._note(name, exc)
                 raise
             self._sent.append(exchange.room.begin(rows, ticket, functools.partial(self._note, name), spare=False))
             if name in self._failed:

@@ -26,7 +26,8 @@ class PutWorld(World):
             super().step()
             return
         actions = [
-            (self.connect, 3), (self.open_exchange, 5), (self.begin_put, 3), (self.put_part, 10), (self.commit, 4), (self.abort, 0.3),
+            (self.connect, 3), (self.open_exchange, 5), (self.begin_put, 3), (self.put_part, 10),
+            (self.commit, 4), (self.abort, 0.3),
             (self.begin_get, 4), (self.get_part, 12), (self.end_get, 1), (self.finish, 14), (self.fail, 1),
         ]  # fmt: skip
         self.random.choices([a for a, _ in actions], [weight for _, weight in actions])[0]()
@@ -44,9 +45,9 @@ class PutWorld(World):
     def open_exchange(self) -> None:
         clients = sorted(self.core.core.state.clients)
         worker = self.random.choice(sorted(self.core.core.state.workers))
-        if clients and len(self.exchanges) < 4:
-            if self.core.core.state.workers[worker].state is WorkerState.READY:
-                CoreExchange.register(self.core, self.random.choice(clients), worker=worker)
+        ready = self.core.core.state.workers[worker].state is WorkerState.READY
+        if clients and ready and len(self.exchanges) < 4:
+            CoreExchange.register(self.core, self.random.choice(clients), worker=worker)
 
     def begin_put(self) -> None:
         if self.exchanges:
