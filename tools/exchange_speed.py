@@ -1,7 +1,7 @@
 """How fast parts go through an exchange on a `cpu` device, beside a plain copy of the same bytes.
 
-From a checkout: ``python tools/exchange_speed.py [--mib 1024] [--parts 32] [--exchange-mib 64] [--rounds 3]``. It starts
-a daemon of its own, checks every byte that comes back, and prints one JSON object last. Speeds are bytes a second.
+From a checkout: ``python tools/exchange_speed.py [--mib 1024] [--parts 32] [--exchange-mib 64] [--rounds 3]``. It
+starts a daemon of its own, checks every byte that comes back, and prints one JSON object last; speeds in bytes/s.
 """
 
 import argparse
@@ -15,8 +15,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from stratad.bench.daemon import PrivateDaemon  # noqa: E402 - the path comes first
-from stratad.client import Exchange  # noqa: E402 - as above
+from stratad.bench.daemon import PrivateDaemon
+from stratad.client import Exchange
 
 FINGERPRINT = {"model": "speed", "revision": "1", "dtype": "u8", "kv_format": "parts", "engine_build": "tool"}
 MIB = 1 << 20
