@@ -74,6 +74,7 @@ class Put:
             )
         with self._lock:
             self._check_open()
+            self._sweep()
             if name in self._names and name not in self._failed:
                 raise UsageError("duplicate_part", f"part {name!r} was added before")
             if name in self._failed:
@@ -155,6 +156,13 @@ class Put:
             error.detail.setdefault("part", name)
             raise error.with_traceback(None)
 
+    def _sweep(self) -> None:
+        """Take notice of what has ended already."""
+        for transfer in self._sent:
+            if not transfer.ended and transfer.ticket.done():
+                self._exchange.room.settle(transfer)
+        self._sent = [transfer for transfer in self._sent if not transfer.ended]
+
     def _settle_all(self) -> None:
         sent, self._sent = self._sent, []
         for transfer in sent:
@@ -162,7 +170,6 @@ class Put:
 
     def _send(self, name: str, view: memoryview, note: str) -> None:
         exchange = self._exchange
-        self._sent = [transfer for transfer in self._sent if not transfer.ended]
         if not view.nbytes:  # it has no rows to travel in
             part = functools.partial(self._part, name=name, nbytes=0, note=note, rows=(), first_row=0)
             self._ask("put_part", part, PartStored)

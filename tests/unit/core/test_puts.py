@@ -275,6 +275,17 @@ def test_wrong_parts_are_refused_by_name_and_change_nothing(core: Harness, excha
     assert isinstance(exchange.commit(put), Captured)
 
 
+def test_pieces_of_a_part_never_overlap(core: Harness, exchange: CoreExchange) -> None:
+    put = exchange.begin("a")
+    exchange.put(put, "x", 3 * MIB, rows=2 * STEP)
+    assert code(core, exchange.put(put, "x", 3 * MIB, first_row=STEP, at=600, rows=2 * STEP)) == "duplicate_part"
+    exchange.put(put, "x", 3 * MIB, first_row=2 * STEP, at=600, rows=STEP)
+    core.finish_all()
+    assert isinstance(exchange.commit(put), Captured)
+    (image,) = core.core.state.catalog.images.values()
+    assert sum(chunk.place.length_bytes for chunk in image.chunks()) == 3 * MIB
+
+
 def test_rows_of_the_exchange_are_busy_until_the_part_is_stored(core: Harness, exchange: CoreExchange) -> None:
     exchange.put_whole("a", {"x": 10})
     get = exchange.open("a").get_id

@@ -105,6 +105,7 @@ def test_a_part_travels_in_pieces_and_only_then_is_committed(tmp_path: Path) -> 
         (register,) = daemon.of(Register)
         assert (register.exchange, register.stages[0].device) == (True, "cpu:0")
         data = os.urandom(3 * MIB + 5)
+        exchange.pool.buffer[:] = b"\xff" * exchange.nbytes
         with exchange.put("chat", [1, 2]) as put:
             put.add("x", data, "note")
             put.add("nothing", b"")
@@ -180,6 +181,41 @@ def test_a_part_that_failed_is_named_and_may_be_added_again(tmp_path: Path) -> N
         assert exchange.room.free_rows == 4 * STEP
 
 
+def test_a_part_begins_anew_only_when_nothing_of_it_is_on_its_way(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, exchange):
+        well = daemon.script[PutPart]
+
+        def second_piece_fails(request: Request) -> Iterable[Answer]:
+            assert isinstance(request, PutPart)
+            if not request.nbytes:
+                return well(request)
+            return (Failed(request.seq, "no_space", "full"),) if request.first_row else ()
+
+        def whole_pieces_only(request: Request) -> Iterable[Answer]:
+            return well(request) if answered.is_set() else (Failed(request.seq, "duplicate_part", "still copied"),)
+
+        def answer_once_somebody_waits() -> None:
+            wait_until(lambda: exchange.client.pump._leader)
+            answered.set()
+            daemon.say(PartStored(first.seq, MIB, ()))
+
+        answered = threading.Event()
+        daemon.script[PutPart] = second_piece_fails
+        put = exchange.put("chat")
+        put.add("x", bytes(2 * MIB))
+        first = daemon.expect(PutPart, 1)
+        daemon.expect(PutPart, 2)
+        with pytest.raises(NoSpace) as caught:
+            wait_until(lambda: put.add(f"y{os.urandom(4).hex()}", b""))
+        assert caught.value.detail["part"] == "x"
+        daemon.script[PutPart] = whole_pieces_only
+        thread = threading.Thread(target=answer_once_somebody_waits)
+        thread.start()
+        put.add("x", bytes(2 * MIB))
+        thread.join(10.0)
+        put.commit()
+
+
 def test_reading_asks_for_the_next_part_ahead_and_uses_it(tmp_path: Path) -> None:
     with rig(tmp_path) as (daemon, exchange), exchange.get("chat") as got:
         assert list(got.parts) == ["a", "empty", "b"]
@@ -197,8 +233,7 @@ def test_reading_asks_for_the_next_part_ahead_and_uses_it(tmp_path: Path) -> Non
 def test_what_was_asked_for_ahead_gives_way_to_a_put_and_is_asked_for_again(tmp_path: Path) -> None:
     with rig(tmp_path) as (daemon, exchange), exchange.get("chat") as got, exchange.put("other") as put:
         got.read("a")
-        for number in range(5):
-            put.add(f"{number}", bytes(MIB))
+        put.add("x", bytes(4 * MIB))
         assert got.read("b") == part_bytes(2, 0, 10)
         assert [p.part for p in daemon.of(GetPart)] == [0, 0, 0, 2, 2]
 
