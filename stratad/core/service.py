@@ -79,11 +79,7 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case Clear():
             _clear(state, client, request)
         case Pin():
-            images = _named(state, client, request.namespace, request.conversation)
-            for image in images:
-                image.pinned = request.pinned
-            state.reply(client.client, Done(request.seq, len(images)))
-            queue.pump(state)
+            _pin(state, client, request)
         case Hello():
             _hello(state, client, request)
         case Register():
@@ -103,18 +99,6 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case Goodbye():
             state.reply(client.client, Done(request.seq))
             state.out.append(DropClient(client.client))
-
-
-def _mark(state: State, client: ClientRecord, request: Mark) -> None:
-    engine = engine_of(state, client, request.engine_id)
-    if request.mark not in MARKS or not 0 <= request.slot < SLOT_LIMIT:
-        raise Refusal(
-            "bad_value",
-            f"mark must be one of {', '.join(MARKS)} and slot 0..{SLOT_LIMIT - 1}, got "
-            f"{request.mark[:20]!r} for slot {request.slot}",
-        )
-    engine.marks[request.slot] = request.mark
-    state.reply(client.client, Done(request.seq))
 
 
 def _hello(state: State, client: ClientRecord, hello: Hello) -> None:
@@ -165,6 +149,26 @@ def _named(state: State, client: ClientRecord, namespace: str, conversation: str
             f"no image of conversation {conversation[:80]!r} in namespace {namespace[:80]!r}",
         )
     return images
+
+
+def _mark(state: State, client: ClientRecord, request: Mark) -> None:
+    engine = engine_of(state, client, request.engine_id)
+    if request.mark not in MARKS or not 0 <= request.slot < SLOT_LIMIT:
+        raise Refusal(
+            "bad_value",
+            f"mark must be one of {', '.join(MARKS)} and slot 0..{SLOT_LIMIT - 1}, got "
+            f"{request.mark[:20]!r} for slot {request.slot}",
+        )
+    engine.marks[request.slot] = request.mark
+    state.reply(client.client, Done(request.seq))
+
+
+def _pin(state: State, client: ClientRecord, request: Pin) -> None:
+    images = _named(state, client, request.namespace, request.conversation)
+    for image in images:
+        image.pinned = request.pinned
+    state.reply(client.client, Done(request.seq, len(images)))
+    queue.pump(state)
 
 
 def _lookup(state: State, client: ClientRecord, request: Lookup) -> None:

@@ -212,6 +212,7 @@ def test_pieces_of_one_part_may_end_in_any_order(make_core: MakeCore) -> None:
     ]
     names = {core.jobs("cpu:0")[n].job: bytes([n + 1]) * 16 for n in range(3)}
     for job in reversed(core.jobs("cpu:0")):
+        assert isinstance(job, CaptureJob)
         core.sent["cpu:0"].remove(job)
         digests = b"".join(names[job.job][:15] + bytes([n]) for n in range(len(unpack_places(job.places))))
         core.report("cpu:0", JobDone(job.job, 1, 0.0, 0.0, digests))
