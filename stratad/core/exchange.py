@@ -24,13 +24,14 @@ from ipc.messages import (
     PutPart,
     Stage,
 )
+from shm.rows import row_count, unpack_rows
 from stratad.core import jobs, queue
 from stratad.core.catalog import Chunk, Draft, Image
 from stratad.core.failures import Refusal
 from stratad.core.intake import CHUNK_LIMIT, check_name, engine_of, find_image
 from stratad.core.ops import Operation, OpKind, OpState, StageRun
 from stratad.core.puts import Get, Part, Piece, Put
-from stratad.core.row_lists import CutRows, Need, RowCutter, unpack_stages
+from stratad.core.row_lists import CutRows
 from stratad.core.state import ClientRecord, Engine, State
 
 # Puts, and gets, that an engine may have open at once.
@@ -174,8 +175,11 @@ def _cut_rows(engine: Engine, packed: bytes, first_row: int, total: int, step: i
     Raises:
         Refusal: ``bad_rows``.
     """
-    (runs,) = unpack_stages(engine.layouts, ((packed,),), Need(0, 0, exact=False))
-    count = sum(length for _, length in runs[0])
+    try:
+        runs = unpack_rows(packed, engine.layouts[0].groups[0].rows)
+    except ValueError as exc:
+        raise Refusal("bad_rows", str(exc), stage=0) from exc
+    count = row_count(runs)
     if total == 0 and first_row == 0 and count == 0:
         return None
     end = first_row + count
@@ -185,7 +189,7 @@ def _cut_rows(engine: Engine, packed: bytes, first_row: int, total: int, step: i
         raise Refusal(
             "bad_rows", f"a piece must lie between multiples of {step} rows or end the part, got {first_row} to {end}"
         )
-    return _Cut(RowCutter(count, 0).cut(engine.layouts[0], runs), count)
+    return _Cut(CutRows((runs,), (packed,)), count)
 
 
 def _begun_part(put: Put, request: PutPart) -> Part:
