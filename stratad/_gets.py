@@ -124,12 +124,15 @@ class Get:
             try:
                 while pieces or under_way:
                     self._ask_ahead(number, pieces, under_way)
-                    first_row, transfer = under_way.popleft()
+                    first_row, transfer = under_way[0]
                     error = transfer.wait()
                     if error is None:
                         _drain(self._exchange.pool.buffer, transfer.rows, view[first_row * EXCHANGE_ROW_BYTES :])
+                    under_way.popleft()
                     room.end(transfer, error)
-                    if error is not None:
+                    if error is not None and transfer is ahead:  # what stopped it then may be over
+                        pieces.appendleft(next(self._exchange.pieces(view.nbytes)))
+                    elif error is not None:
                         raise error.with_traceback(None)
             finally:
                 for _, transfer in under_way:

@@ -34,7 +34,7 @@ from ipc.messages import (
 from shm.process import start_ticks
 from shm.rows import row_count, unpack_rows
 from stratad.client import Client, Exchange, Get
-from stratad.errors import Busy, DeadlineExceeded, Lost, NoSpace, UsageError
+from stratad.errors import Busy, DeadlineExceeded, Lost, NoSpace, PeerGone, UsageError
 from tests.support.client_rig import FINGERPRINT
 from tests.support.fake_daemon import Answer, FakeDaemon, empty_stats, silence
 from tests.support.fake_worker import fake_worker
@@ -228,6 +228,27 @@ def test_reading_asks_for_the_next_part_ahead_and_uses_it(tmp_path: Path) -> Non
         got.close()
         assert exchange.room.free_rows == 4 * STEP
         assert daemon.of(GetEnd)[0].get_id == 5
+
+
+def test_what_failed_when_it_was_asked_for_ahead_is_asked_for_again(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, exchange), exchange.get("chat") as got:
+        well = daemon.script[GetPart]
+
+        def fail_b(request: Request) -> Iterable[Answer]:
+            assert isinstance(request, GetPart)
+            return (Failed(request.seq, "worker_died", "gone"),) if request.part == 2 else well(request)
+
+        daemon.script[GetPart] = fail_b
+        got.read("a")
+        daemon.expect(GetPart, 4)
+        with pytest.raises(PeerGone):
+            got.read("b")
+        got.read("a")
+        wait_until(lambda: [p.part for p in daemon.of(GetPart)][-1] == 2)
+        daemon.script[GetPart] = well
+        assert got.read("b") == part_bytes(2, 0, 10)
+        got.close()
+        assert exchange.room.free_rows == 4 * STEP
 
 
 def test_what_was_asked_for_ahead_gives_way_to_a_put_and_is_asked_for_again(tmp_path: Path) -> None:
