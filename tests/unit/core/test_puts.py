@@ -17,6 +17,7 @@ from ipc.messages import (
     Lookup,
     PartInfo,
     PartStored,
+    Progress,
     PutBegin,
     Show,
     Stats,
@@ -409,3 +410,46 @@ def test_limits_of_a_put(make_core: MakeCore) -> None:
     odd = PutBegin(core.next_seq(), exchange.engine_id, "a", b"123")
     core.ask(1, odd)
     assert code(core, odd.seq) == "bad_tokens"
+
+
+def test_a_put_of_too_many_chunks_is_refused(
+    core: Harness, exchange: CoreExchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratad.core.exchange.CHUNK_LIMIT", 2)
+    put = exchange.begin("a")
+    assert code(core, exchange.put(put, "x", 2 * MIB + 1)) == "too_large"
+    exchange.put(put, "x", MIB)
+    exchange.put(put, "y", 10, at=600)
+    core.finish_all()
+    assert code(core, exchange.put(put, "z", 10)) == "too_large"
+    exchange.put(put, "nothing", 0)
+    assert isinstance(exchange.commit(put), Captured)
+
+
+def test_an_aborted_put_ends_its_parts_that_wait(core: Harness, exchange: CoreExchange) -> None:
+    put, other = exchange.begin("a"), exchange.begin("b")
+    core.auto = False
+    core.worker_gone("cpu:0")
+    waits, stays = exchange.put(put, "x", MIB), exchange.put(other, "x", MIB, at=600)
+    exchange.abort(put)
+    assert code(core, waits) == "cancelled"
+    assert [type(reply) for reply in core.answers(1, stays)] == [Progress]
+
+
+def test_a_put_never_evicts_the_image_that_it_will_replace(make_core: MakeCore) -> None:
+    core = make_core(1, budget_bytes=3 * MIB)
+    core.connect()
+    exchange = CoreExchange.register(core)
+    former = exchange.put_whole("a", {"x": MIB})
+    core.content = lambda stage, chunk: bytes([1, chunk]) * 8
+    exchange.put_whole("b", {"x": MIB})
+    put = exchange.begin("a")
+    for name in ("x", "y"):
+        exchange.put(put, name, MIB)
+        core.finish_all()
+    assert isinstance(former, Captured)
+    assert list(core.core.state.catalog.images) == [former.image_id]
+    assert code(core, exchange.put(put, "z", MIB)) == "no_space"
+    assert list(core.core.state.catalog.images) == [former.image_id]
+    assert isinstance(exchange.commit(put), Captured)
+    assert former.image_id not in core.core.state.catalog.images

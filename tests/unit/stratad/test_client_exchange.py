@@ -262,11 +262,11 @@ def test_what_was_asked_for_ahead_gives_way_to_a_put_and_is_asked_for_again(tmp_
 def test_nothing_begun_in_one_daemon_is_sent_to_the_next(tmp_path: Path) -> None:
     with rig(tmp_path) as (first, exchange):
         first.script[PutPart] = silence
-        put, got = exchange.put("chat"), exchange.get("chat")
+        put, got, bare = exchange.put("chat"), exchange.get("chat"), exchange.put("bare")
         put.add("x", bytes(MIB))
         first.expect(PutPart)
         first.stop()
-        for attempt in (lambda: put.add("y", b"1"), put.commit, lambda: got.read("a")):
+        for attempt in (bare.commit, lambda: put.add("y", b"1"), put.commit, lambda: got.read("a")):
             with pytest.raises(Lost):
                 attempt()
         with FakeDaemon.start(tmp_path, start_id=b"2" * 16) as second:
