@@ -20,6 +20,9 @@ from shm.layout import StageLayout
 
 PROTOCOL_VERSION: Final = 2
 DIGEST_BYTES: Final = 16
+EXCHANGE_ROW_BYTES: Final = 4096
+PART_NAME_CHARS: Final = 256
+PART_META_CHARS: Final = 512
 TOKEN_BYTES: Final = 4
 
 
@@ -93,7 +96,7 @@ class WorkerProcess(msgspec.Struct, frozen=True):
 
 class ImageInfo(msgspec.Struct, frozen=True):
     """One published image. `stored_bytes` counts whole granules, shared chunks in full; times are Unix seconds.
-    `checkpoints` are the token positions of its states.
+    `checkpoints` are the token positions of its states; `parts` says of how many parts it was put (0: captured).
     """
 
     image_id: int
@@ -111,6 +114,15 @@ class ImageInfo(msgspec.Struct, frozen=True):
     used_unix_s: float
     restores: int
     checkpoints: tuple[int, ...] = ()
+    parts: int = 0
+
+
+class PartInfo(msgspec.Struct, frozen=True):
+    """One part of an image that was put: its name, its bytes, and what its owner noted about it."""
+
+    name: str
+    nbytes: int
+    meta: str = ""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -274,6 +286,9 @@ class Register(Message, frozen=True, tag="register"):
 
     `fingerprint` holds what must match for bytes to mean the same; the keys of `FINGERPRINT_REQUIRED` must be there and
     resolved. The daemon adds what it can see itself: planes, block size, stage count.
+
+    With `exchange` the one stage is an exchange segment: a `MemfdPool` with one row group of one plane, whose rows of
+    `EXCHANGE_ROW_BYTES` lie side by side. Such an engine puts and gets; it has no slots, and captures nothing.
     """
 
     seq: int
@@ -282,6 +297,7 @@ class Register(Message, frozen=True, tag="register"):
     fingerprint: dict[str, str]
     stages: tuple[Stage, ...]
     deadline_s: float = 30.0
+    exchange: bool = False
 
 
 FINGERPRINT_REQUIRED: Final = ("model", "revision", "dtype", "kv_format", "engine_build")
@@ -384,6 +400,94 @@ class SlotDrop(Message, frozen=True, tag="slot_drop"):
     seq: int
     engine_id: int
     slot: int
+
+
+class PutBegin(Message, frozen=True, tag="put_begin"):
+    """Begin an image of `conversation` that is made of named parts. Answer: `PutBegun`.
+
+    The image is found by `tokens`, as a whole only; without tokens by its name alone. Until `PutCommit` nobody sees it,
+    and it ends with the engine.
+    """
+
+    seq: int
+    engine_id: int
+    conversation: str
+    tokens: bytes = b""
+
+
+class PutPart(Message, frozen=True, tag="put_part"):
+    """Store a part of a put, or a piece of it, out of `rows` of the exchange (packed runs). Answer: `PartStored`; then
+    the rows are free again.
+
+    The part has `nbytes` bytes in rows of `EXCHANGE_ROW_BYTES`; what its last row has beyond them is stored as it is. A
+    piece begins at the part's row `first_row` and has as many rows as are given. Every piece begins, and every one but
+    the last ends, at a multiple of the daemon's `chunk_tokens` rows. The piece at row 0 comes first; after a failure of
+    any piece, and once none is under way, it begins the part anew. A part of no bytes has no rows.
+    """
+
+    seq: int
+    engine_id: int
+    put_id: int
+    name: str
+    nbytes: int
+    rows: bytes
+    meta: str = ""
+    first_row: int = 0
+    deadline_s: float = 30.0
+
+
+class PutCommit(Message, frozen=True, tag="put_commit"):
+    """Publish a put whose parts are all stored; it takes the place of the conversation's former image. Answer:
+    `Captured`.
+    """
+
+    seq: int
+    engine_id: int
+    put_id: int
+
+
+class PutAbort(Message, frozen=True, tag="put_abort"):
+    """Give a put up: what is being copied is stopped, what was stored is freed."""
+
+    seq: int
+    engine_id: int
+    put_id: int
+
+
+class GetBegin(Message, frozen=True, tag="get_begin"):
+    """Hold an image that was put, by `image_id`, or by `conversation` when that is 0. Answer: `Parts`.
+
+    The image is not evicted, and its bytes stay even if it is dropped, until `GetEnd` or the end of the engine.
+    """
+
+    seq: int
+    engine_id: int
+    conversation: str
+    image_id: int = 0
+
+
+class GetPart(Message, frozen=True, tag="get_part"):
+    """Write part number `part` (by its place in `Parts`), from its row `first_row` on, to `rows` of the exchange
+    (packed runs), every chunk verified before a byte of it is written. Answer: `PartLoaded`.
+
+    A piece begins, and unless it is the last one ends, at a multiple of the daemon's `chunk_tokens` rows.
+    """
+
+    seq: int
+    engine_id: int
+    get_id: int
+    part: int
+    rows: bytes
+    first_row: int = 0
+    deadline_s: float = 30.0
+
+
+class GetEnd(Message, frozen=True, tag="get_end"):
+    """Let go of the image of a get."""
+
+    seq: int
+    engine_id: int
+    get_id: int
 
 
 class Acknowledge(Message, frozen=True, tag="acknowledge"):
@@ -500,6 +604,13 @@ Request: TypeAlias = (
     | SlotTo
     | SlotFrom
     | SlotDrop
+    | PutBegin
+    | PutPart
+    | PutCommit
+    | PutAbort
+    | GetBegin
+    | GetPart
+    | GetEnd
     | Acknowledge
     | Release
     | Mark
@@ -595,6 +706,40 @@ class Copied(Message, frozen=True, tag="copied"):
     seq: int
     tokens: int
     copied_bytes: int
+    stages: tuple[StageOutcome, ...]
+
+
+class PutBegun(Message, frozen=True, tag="put_begun"):
+    """The number of the put, in the daemon that gave it."""
+
+    seq: int
+    put_id: int
+
+
+class PartStored(Message, frozen=True, tag="part_stored"):
+    """The piece is copied and digested; its rows of the exchange are free."""
+
+    seq: int
+    stored_bytes: int
+    stages: tuple[StageOutcome, ...]
+
+
+class Parts(Message, frozen=True, tag="parts"):
+    """An image is held for a get: its tokens and its parts, in the order in which they were begun."""
+
+    seq: int
+    get_id: int
+    image_id: int
+    conversation: str
+    tokens: bytes
+    parts: tuple[PartInfo, ...]
+
+
+class PartLoaded(Message, frozen=True, tag="part_loaded"):
+    """The rows of the exchange hold the piece, every chunk verified."""
+
+    seq: int
+    loaded_bytes: int
     stages: tuple[StageOutcome, ...]
 
 
@@ -712,6 +857,10 @@ Reply: TypeAlias = (
     | Captured
     | Restored
     | Copied
+    | PutBegun
+    | PartStored
+    | Parts
+    | PartLoaded
     | Found
     | StatsReply
     | MemoryReply
@@ -891,7 +1040,8 @@ class SourceFree(Message, frozen=True, tag="source_free"):
 
 class JobDone(Message, frozen=True, tag="job_done"):
     """A job ended well. `digests` holds those of a capture, in chunk order; `lane_s` is the time from its start on the
-    lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on `cpu`: worked).
+    lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on `cpu`: worked). `algorithm`
+    made the digests, where it is not the worker's own (a pool in host memory on a GPU's worker).
     """
 
     job: int
@@ -900,6 +1050,7 @@ class JobDone(Message, frozen=True, tag="job_done"):
     copy_s: float
     digests: bytes = b""
     lane_s: float = 0.0
+    algorithm: str = ""
 
 
 class JobFailed(Message, frozen=True, tag="job_failed"):

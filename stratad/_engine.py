@@ -65,6 +65,8 @@ class Engine:
         namespace: str,
         fingerprint: Mapping[str, str],
         exports: tuple[StageExport, ...],
+        *,
+        exchange: bool = False,
     ) -> None:
         self.name: Final = name
         self.namespace: Final = namespace
@@ -76,11 +78,12 @@ class Engine:
             fingerprint=fingerprint,
             exports=exports,
             deadline_s=client.default_deadline_s,
+            exchange=exchange,
         )
         self._client = client
         self._pump = client.pump
         self._fences = Fences(client.pump, self.layouts)
-        self._operations = Operations(client, self.registration, self.layouts, self._fences)
+        self.operations: Final = Operations(client, self.registration, self.layouts, self._fences)
         self.registration.on_first = self.registered_first
         self.registration.on_unmapped = self._unmapped
         self.registration.needed_proofs = self._fences.proofs
@@ -111,7 +114,7 @@ class Engine:
             Busy: a row is still written by an operation of this engine (code ``rows_busy``).
         """
         given = RowsGiven(rows, rows_by_stage)
-        return self._operations.capture(
+        return self.operations.capture(
             conversation, tokens, given, slot, checkpoints=checkpoints, deadline_s=deadline_s
         )
 
@@ -138,7 +141,7 @@ class Engine:
             Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
         """
         image = ImageWanted(conversation, image_id, tokens, take=False)
-        return self._operations.restore(image, RowsGiven(rows, rows_by_stage), slot, deadline_s)
+        return self.operations.restore(image, RowsGiven(rows, rows_by_stage), slot, deadline_s)
 
     def take(
         self,
@@ -157,7 +160,7 @@ class Engine:
         for must be cancelled; see `Ticket.cancel`.
         """
         image = ImageWanted(conversation, image_id, tokens, take=True)
-        return self._operations.restore(image, RowsGiven(rows, rows_by_stage), slot, deadline_s)
+        return self.operations.restore(image, RowsGiven(rows, rows_by_stage), slot, deadline_s)
 
     def slot_direct(
         self,
@@ -182,7 +185,7 @@ class Engine:
             Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
         """
         source, target = RowsGiven(rows, rows_by_stage), RowsGiven(target_rows, target_rows_by_stage)
-        return self._operations.slot_direct(tokens, source, target, (slot, target_slot), deadline_s)
+        return self.operations.slot_direct(tokens, source, target, (slot, target_slot), deadline_s)
 
     def slot_to(
         self,
@@ -202,7 +205,7 @@ class Engine:
             UsageError: the arguments contradict each other or the registration.
             Busy: a row is still written by an operation of this engine (code ``rows_busy``).
         """
-        return self._operations.slot_to(tokens, RowsGiven(rows, rows_by_stage), slot, deadline_s)
+        return self.operations.slot_to(tokens, RowsGiven(rows, rows_by_stage), slot, deadline_s)
 
     def slot_from(
         self,
@@ -222,7 +225,7 @@ class Engine:
             Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
         """
         given = RowsGiven(rows, rows_by_stage)
-        return self._operations.slot_from(source_slot, given, slot, keep=keep, deadline_s=deadline_s)
+        return self.operations.slot_from(source_slot, given, slot, keep=keep, deadline_s=deadline_s)
 
     def slot_drop(self, slot: int, *, deadline_s: float | None = None) -> None:
         """Give up the transit image of a slot.

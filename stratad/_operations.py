@@ -12,6 +12,8 @@ from ipc.messages import (
     Captured,
     Copied,
     Done,
+    PartLoaded,
+    PartStored,
     Release,
     Request,
     Restore,
@@ -21,12 +23,12 @@ from ipc.messages import (
     SlotTo,
 )
 from shm.layout import StageLayout
-from shm.rows import pack_numbers
+from shm.rows import RowRuns, pack_numbers
 from stratad._arguments import U32_LIMIT, TokensLike, pack_tokens
 from stratad._calls import Call
 from stratad._fences import Fences
-from stratad._registration import Registration
-from stratad._rows import Checkpoints, RowsGiven, RowUse, check_checkpoints, stage_rows
+from stratad._registration import Registration, Session
+from stratad._rows import Checkpoints, RowsGiven, RowUse, StageRows, check_checkpoints, stage_rows
 from stratad.errors import UsageError
 from stratad.tickets import Ticket
 
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 # What reads rows only and replaces what it made before: to send it again on a new connection does no harm.
 _REPEATABLE: Final = ("capture", "slot_to")
 
-ResultT = TypeVar("ResultT", bound=Captured | Restored | Copied)
+ResultT = TypeVar("ResultT", bound=Captured | Restored | Copied | PartStored | PartLoaded)
+PartT = TypeVar("PartT", bound=PartStored | PartLoaded)
 
 
 class ImageWanted(NamedTuple):
@@ -149,6 +152,29 @@ class Operations:
             return SlotFrom(seq, engine_id, source_slot, rows, slot, ordered, keep, left_s)
 
         return self._start("slot_from", build, Restored, (use,), slot, deadline_s)
+
+    def part(
+        self,
+        build: Callable[[int, float], Request],
+        expected: type[PartT],
+        runs: RowRuns,
+        *,
+        session: Session,
+        deadline_s: float | None,
+    ) -> Ticket[PartT]:
+        """Move a piece of a part between the rows of an exchange and the daemon, in the session that began it."""
+        self._client.check_process()
+        self._pump.poll()
+        self._registration.check_session(session)  # without a wait for a daemon that knows nothing of it
+        writes = expected is PartLoaded
+        use = RowUse((StageRows(self._layouts[0], (runs,)),), writes=writes)
+
+        def in_session(seq: int, left_s: float) -> Request:
+            self._registration.check_session(session)
+            return build(seq, left_s)
+
+        kind = "get_part" if writes else "put_part"
+        return self._start(kind, in_session, expected, (use,), 0, deadline_s)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

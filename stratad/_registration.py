@@ -10,7 +10,7 @@ A registration ends when no worker can have the stages mapped any more: the daem
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from ipc.messages import Done, Mark, Register, Registered, Request, Unregister, WorkerProcess
 from stratad._calls import Call
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 # Between two tries to register again where the daemon is not ready, or the probe met a write: twice as long each time.
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 2.0
+
+
+class Session(NamedTuple):
+    """One registration in one daemon: what was begun in it is unknown in any other."""
+
+    start_id: bytes
+    engine_id: int
 
 
 class Registration:
@@ -46,8 +53,9 @@ class Registration:
         fingerprint: Mapping[str, str],
         exports: tuple[StageExport, ...],
         deadline_s: float,
+        exchange: bool = False,
     ) -> None:
-        """`deadline_s` is what a repeated registration may take."""
+        """`deadline_s` is what a repeated registration may take; `exchange`: the one stage is an exchange."""
         self.namespace: Final = namespace
         self.name: Final = name
         self.fingerprint: Final = dict(fingerprint)
@@ -58,6 +66,7 @@ class Registration:
         self.closed = False
         self._pump = pump
         self._deadline_s = deadline_s
+        self._exchange = exchange
         self._link: Connection | None = None
         self._in_flight: Call | None = None
         self._retry_due = False
@@ -82,6 +91,21 @@ class Registration:
         """
         if self.closed:
             raise UsageError("not_registered", f"engine {self.name!r} is no longer registered")
+
+    @property
+    def session(self) -> Session | None:
+        """The registration on the connection that is open now, if there is one."""
+        link = self._link
+        return Session(link.welcome.start_id, self.engine_id) if link is not None and self.registered else None
+
+    def check_session(self, session: Session) -> None:
+        """Refuse to send what was begun in another session: its numbers mean nothing here, or something else.
+
+        Raises:
+            Lost: it is over.
+        """
+        if self.session != session:
+            raise Lost("lost", "what was put or got ended with the connection to its daemon: begin again")
 
     def ready_on(self, link: "Connection") -> bool:
         """Whether calls may be sent on `link`; if not, the registration is on its way."""
@@ -157,7 +181,8 @@ class Registration:
     def _make_call(self, name: str, until_s: float, *, retry: bool) -> Call:
         def build(link: "Connection", seq: int) -> Request:
             stages = tuple(export.wire(link, index) for index, export in enumerate(self.exports))
-            return Register(seq, self.namespace, self.name, self.fingerprint, stages, call.remaining_s())
+            left_s = call.remaining_s()
+            return Register(seq, self.namespace, self.name, self.fingerprint, stages, left_s, self._exchange)
 
         call = Call(name, build, Registered, until_s, retry=retry, on_final=self._registered)
         return call

@@ -14,7 +14,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar, cast
@@ -48,9 +48,12 @@ from ipc.messages import (
 from stratad._calls import FINAL, Call
 from stratad._connection import Connection
 from stratad._engine import Engine, MarkName, Match
+from stratad._exchange import EXCHANGE_BYTES, Exchange, allocate_exchange, export_exchange, resolve_device
+from stratad._gets import Get, PartNote
 from stratad._pump import Pump
+from stratad._puts import Put
 from stratad._rows import GroupRows
-from stratad._stages import export_stages
+from stratad._stages import StageExport, export_stages
 from stratad.errors import DeadlineExceeded, StratadError, UsageError
 from stratad.paths import PathError, SocketPaths, find_run_dir, socket_paths
 from stratad.pools import CpuPool, StagePool
@@ -62,12 +65,16 @@ __all__ = [
     "Copied",
     "CpuPool",
     "Engine",
+    "Exchange",
+    "Get",
     "GroupRows",
     "ImageDetail",
     "ImageInfo",
     "MarkName",
     "Match",
     "MemoryReply",
+    "PartNote",
+    "Put",
     "Restored",
     "StagePool",
     "StatsReply",
@@ -172,13 +179,49 @@ class Client:
         Raises:
             UsageError: a stage that cannot be served (see `stratad._stages.export_stages`), an incomplete fingerprint.
         """
-        made, call = self._register_call(engine, namespace, fingerprint, stages, deadline_s)
+        made, call = self._register_call(engine, namespace, fingerprint, lambda: export_stages(stages), deadline_s)
         try:
             self.wait(call, Registered)
         except BaseException:
             made.release()
             raise
         return made
+
+    def exchange(
+        self,
+        device: str,
+        namespace: str,
+        fingerprint: Mapping[str, str],
+        exchange_bytes: int = EXCHANGE_BYTES,
+        *,
+        name: str = "exchange",
+        deadline_s: float | None = None,
+    ) -> Exchange:
+        """Open an exchange: a segment through which images made of named parts are put and got, whatever their memory
+        is. `exchange_bytes` bounds what is on its way at once; larger parts stream through it.
+
+        `device` is one of the daemon's: ``cpu:K``, the UUID of a GPU, or a worker's name as `stats` shows it. An image
+        lies at the worker it was put through, and only exchanges of that device get it. `fingerprint` as in `register`.
+
+        Raises:
+            UsageError: no such device, an incomplete fingerprint, too few bytes.
+            NoSpace: the segment cannot be had.
+        """
+        self.check_process()
+        pool = allocate_exchange(exchange_bytes, self.welcome.chunk_tokens)
+        try:
+            export = export_exchange(resolve_device(device, self.stats), pool, self.welcome.chunk_tokens)
+            made, call = self._register_call(name, namespace, fingerprint, lambda: (export,), deadline_s, exchange=True)
+            try:
+                self.wait(call, Registered)
+            except BaseException:
+                made.release()
+                raise
+        except BaseException:
+            with contextlib.suppress(StratadError):  # while a worker may have it mapped it stays
+                pool.close()
+            raise
+        return Exchange(self, made, pool)
 
     async def register_async(
         self,
@@ -190,7 +233,7 @@ class Client:
         deadline_s: float | None = None,
     ) -> Engine:
         """`register` for coroutines."""
-        made, call = self._register_call(engine, namespace, fingerprint, stages, deadline_s)
+        made, call = self._register_call(engine, namespace, fingerprint, lambda: export_stages(stages), deadline_s)
         try:
             await self.wait_async(call, Registered)
         except BaseException:
@@ -445,15 +488,17 @@ class Client:
         engine: str,
         namespace: str,
         fingerprint: Mapping[str, str],
-        stages: Sequence[StagePool],
+        export: Callable[[], tuple[StageExport, ...]],
         deadline_s: float | None,
+        *,
+        exchange: bool = False,
     ) -> tuple[Engine, Call]:
         self.check_process()
         missing = [key for key in FINGERPRINT_REQUIRED if not fingerprint.get(key)]
         if missing:
             raise UsageError("fingerprint_missing", f"the fingerprint lacks {', '.join(missing)}")
         _release_fenced()
-        made = Engine(self, engine, namespace, fingerprint, export_stages(stages))
+        made = Engine(self, engine, namespace, fingerprint, export(), exchange=exchange)
         return made, made.registration.first_call(self.until_s(deadline_s))
 
     def _drop_call(self, namespace: str, conversation: str, force: bool, deadline_s: float | None) -> Call:

@@ -4,6 +4,8 @@
     restore, take       sent -> accepted ----------------> restored  | failed
     slot_to             sent -> accepted -> source_free -> copied    | failed
     slot_from, _direct  sent -> accepted ----------------> copied    | failed
+    put_part            sent -> accepted -> source_free -> stored    | failed
+    get_part            sent -> accepted ----------------> loaded    | failed
 
 A deadline or a lost connection ends the caller's waiting, never the operation. `rows_busy` stays true until a final
 reply came, or every worker process that served the operation is proven gone, or the daemon, asked again, no longer
@@ -19,7 +21,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
 
-from ipc.messages import Captured, Copied, Restored
+from ipc.messages import Captured, Copied, PartLoaded, PartStored, Restored
 from stratad._calls import ACCEPTED, FINAL, QUEUED, SENT, SOURCE_FREE, Call
 from stratad._proofs import WorkerProof, wait_for_end
 from stratad._pump import Pump
@@ -29,11 +31,17 @@ from stratad.errors import Cancelled, DeadlineExceeded, StratadError
 if TYPE_CHECKING:
     from stratad._connection import Connection
 
-ResultT_co = TypeVar("ResultT_co", bound=Captured | Restored | Copied, covariant=True)
+ResultT_co = TypeVar("ResultT_co", bound=Captured | Restored | Copied | PartStored | PartLoaded, covariant=True)
 
-_ENDS: Final = {"capture": "published", "restore": "restored", "take": "restored"}
+_ENDS: Final = {
+    "capture": "published",
+    "restore": "restored",
+    "take": "restored",
+    "put_part": "stored",
+    "get_part": "loaded",
+}
 # Captures, of which the rows are free before the end.
-_FREED_EARLY: Final = ("capture", "slot_to")
+_FREED_EARLY: Final = ("capture", "slot_to", "put_part")
 _STATES: Final = {QUEUED: "sent", SENT: "sent", ACCEPTED: "accepted", SOURCE_FREE: "source_free"}
 # No process of the daemon outlives its supervisor by more than this.
 OUTLIVES_S: Final = 1.0

@@ -19,6 +19,7 @@ from ipc.messages import CudaIpcPool, Stage
 from shm.layout import LayoutError, StageLayout, check_layout
 from shm.memfd import PoolError, map_pool
 from workers.device import (
+    HOST_SLICE_BYTES,
     ChunkDamaged,
     CopyTimes,
     DeviceFailure,
@@ -34,8 +35,6 @@ from workers.limiter import LinkLimiter
 from workers.pieces import PIECE_BYTES, Piece, PoolView, grouped
 from workers.shuttle_map import ShuttleMap, parts
 
-# Staging of a restore should stay in the processor's cache between the check and the scatter.
-_SLICE_BYTES: Final = 1024 * 1024
 _SLICE_ROWS: Final = 1 << 20
 # Hashing a piece costs a call; below this one gather and one hash of many are cheaper.
 _SMALL_BYTES: Final = 4096
@@ -57,6 +56,11 @@ class CpuPool:
     def layout(self) -> StageLayout:
         """See `DevicePool`."""
         return self._layout
+
+    @property
+    def in_host_memory(self) -> bool:
+        """See `DevicePool`."""
+        return True
 
     @property
     def view(self) -> PoolView:
@@ -86,6 +90,32 @@ class CpuPool:
         with contextlib.suppress(BufferError):
             self._mapping.close()
         self._on_close()
+
+
+def open_host_pool(stage: Stage, descriptor: int, on_close: Callable[[], None]) -> CpuPool:
+    """Map a memfd and prove it by the stage's probe. `on_close` is called when a pool that was returned is closed.
+
+    Raises:
+        PoolRefused: it cannot be used.
+    """
+    wanted = stage.pool.pool_bytes
+    try:
+        check_layout(stage.layout, wanted)
+    except LayoutError as exc:
+        raise PoolRefused("bad_layout", str(exc)) from exc
+    try:
+        mapping = map_pool(descriptor, wanted)
+    except PoolError as exc:
+        raise PoolRefused("unshareable", str(exc)) from exc
+    proven = False
+    pool = CpuPool(mapping, stage.layout, lambda: on_close() if proven else None)
+    try:
+        check_probe(pool, stage)
+    except PoolRefused:
+        pool.close()
+        raise
+    proven = True
+    return pool
 
 
 class _Slot:
@@ -316,7 +346,7 @@ class CpuDevice:
         self._shuttles = ShuttleMap()
         self._copiers: dict[LaneKind, CpuCopier] = {}
         self._pools = 0
-        self.slice_bytes = min(slice_bytes, _SLICE_BYTES)
+        self.slice_bytes = min(slice_bytes, HOST_SLICE_BYTES)
         self.slice_rows = _SLICE_ROWS
         self.name = platform.processor() or platform.machine()
         self.digest_algorithm = XXH3
@@ -339,22 +369,8 @@ class CpuDevice:
         """See `Device`."""
         if isinstance(stage.pool, CudaIpcPool):
             raise PoolRefused("foreign_device", "a GPU's pool was sent to a cpu worker")
-        wanted = stage.pool.pool_bytes
-        try:
-            check_layout(stage.layout, wanted)
-        except LayoutError as exc:
-            raise PoolRefused("bad_layout", str(exc)) from exc
-        try:
-            mapping = map_pool(descriptor, wanted)
-        except PoolError as exc:
-            raise PoolRefused("unshareable", str(exc)) from exc
-        pool = CpuPool(mapping, stage.layout, self._pool_closed)
+        pool = open_host_pool(stage, descriptor, self._pool_closed)
         self._pools += 1
-        try:
-            check_probe(pool, stage)
-        except PoolRefused:
-            pool.close()
-            raise
         return pool
 
     def _pool_closed(self) -> None:

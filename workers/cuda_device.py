@@ -11,13 +11,16 @@ from ipc.messages import CudaIpcPool, Stage
 from shm.gpu_runtime import ANY_DIRECTION, HOST_TO_DEVICE, GpuError, GpuRuntime, GpuUnavailable
 from shm.layout import LayoutError, RowGroup, check_layout
 from workers.compiler import CompilerUnavailable
+from workers.cpu_device import CpuCopier, CpuPool, open_host_pool
 from workers.cuda_copier import LOCK_STEP_BYTES, CudaCopier
 from workers.cuda_memory import Counts, DeviceMemory, translated
 from workers.cuda_pool import AllocationBook, CudaPool, PoolMemory
 from workers.cuda_self_test import run_self_test
-from workers.device import DeviceFailure, LaneKind, PoolRefused, check_probe
+from workers.device import HOST_SLICE_BYTES, DeviceFailure, LaneKind, PoolRefused, check_probe
 from workers.digest import MLH, Digester
 from workers.gpu_kernels import CompiledKernels, SliceKernels, compiled
+from workers.limiter import LinkLimiter
+from workers.mixed_copier import MixedCopier
 from workers.shuttle_map import ShuttleMap
 from workers.slice_table import MAX_CHUNK_BYTES
 
@@ -38,11 +41,12 @@ class CudaDevice:
         self._shuttles = ShuttleMap()
         self._locked: dict[int, list[int]] = {}
         self._allocations = AllocationBook(runtime, self._counts)
-        self._copiers: list[CudaCopier] = []
+        self._copiers: list[MixedCopier] = []
         self._keys: DeviceMemory | None = None
         self._kernels: SliceKernels | None = None
         self._setup_stream = 0
         self._staging_bytes = staging_bytes
+        self._host_pools = 0
         self.slice_bytes = min(slice_bytes, staging_bytes)
         self.slice_rows = _SLICE_ROWS
         self.digest_algorithm = MLH
@@ -145,11 +149,21 @@ class CudaDevice:
         with translated():
             run_self_test(self._runtime, self._counts, self.kernels, self._digester, self._setup_stream)
 
-    def open_pool(self, stage: Stage, descriptor: int) -> CudaPool:
-        """See `Device`."""
+    def open_pool(self, stage: Stage, descriptor: int) -> CudaPool | CpuPool:
+        """See `Device`: a memfd is opened as a `cpu` worker does, and copied by the CPU."""
         wanted = stage.pool
-        if not isinstance(wanted, CudaIpcPool):
-            raise PoolRefused("foreign_device", "a host pool was sent to a GPU's worker")
+        if isinstance(wanted, CudaIpcPool):
+            return self._open_device_pool(stage, wanted)
+        pool = open_host_pool(stage, descriptor, self._host_pool_closed)
+        self._counts.pools += 1
+        self._host_pools += 1
+        return pool
+
+    def _host_pool_closed(self) -> None:
+        self._counts.pools -= 1
+        self._host_pools -= 1
+
+    def _open_device_pool(self, stage: Stage, wanted: CudaIpcPool) -> CudaPool:
         self._check(stage, wanted)
         base = self._allocations.open(wanted)
         release = _once(lambda: self._allocations.release(wanted.handle))
@@ -212,10 +226,10 @@ class CudaDevice:
         self._shuttles.add(index, memory)
         return True
 
-    def copier(self, lane: LaneKind) -> CudaCopier:
+    def copier(self, lane: LaneKind) -> MixedCopier:
         """See `Device`."""
         with translated():
-            made = CudaCopier(
+            on_device = CudaCopier(
                 self._runtime,
                 self._counts,
                 self.kernels,
@@ -224,6 +238,10 @@ class CudaDevice:
                 lane=lane,
                 staging_bytes=self._staging_bytes,
             )
+        in_host = CpuCopier(
+            self._shuttles, self._digester, LinkLimiter(0.0), HOST_SLICE_BYTES if lane is LaneKind.RESTORE else 0
+        )
+        made = MixedCopier(on_device, in_host)
         self._copiers.append(made)
         return made
 
@@ -237,7 +255,8 @@ class CudaDevice:
             "device_bytes": counts.device_bytes,
             "registrations": counts.registrations,
             "pools": counts.pools,
-            "mappings": counts.mappings,
+            "mappings": counts.mappings + self._host_pools,
+            "host_staging_bytes": sum(copier.host_bytes for copier in self._copiers),
             "shuttles": len(self._shuttles),
         }
 

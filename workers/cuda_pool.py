@@ -129,6 +129,11 @@ class CudaPool:
         return self._layout
 
     @property
+    def in_host_memory(self) -> bool:
+        """See `DevicePool`."""
+        return False
+
+    @property
     def address(self) -> int:
         """Device address of the pool's first byte."""
         return self._memory.address

@@ -10,12 +10,15 @@ One thread uses a copier at a time. Whoever calls has called `Device.bind_thread
 
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from ipc.messages import CudaIpcPool, MemfdPool, Stage
 from shm.layout import StageLayout
 from workers.jobs import ChunkWork
 from workers.rowmap import RowMap
+
+# Of pools in host memory: what a restore stages should stay in the processor's cache between the check and the scatter.
+HOST_SLICE_BYTES: Final = 1024 * 1024
 
 
 class DeviceFailure(Exception):
@@ -68,6 +71,11 @@ class DevicePool(Protocol):
     @property
     def layout(self) -> StageLayout:
         """What lies where in the pool."""
+        ...
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether CPUs copy it: then its digests are XXH3, whatever the device."""
         ...
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:

@@ -97,6 +97,11 @@ class FaultyPool:
         """See `DevicePool`."""
         return self.inner.layout
 
+    @property
+    def in_host_memory(self) -> bool:
+        """See `DevicePool`."""
+        return self.inner.in_host_memory
+
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
         """See `DevicePool`."""
         return self.inner.read(offset_bytes, length_bytes)

@@ -18,6 +18,7 @@ from shm.extent import unpack_places
 from shm.layout import StageLayout
 from shm.rows import unpack_numbers
 from workers.device import (
+    HOST_SLICE_BYTES,
     ChunkDamaged,
     Copier,
     Device,
@@ -27,6 +28,7 @@ from workers.device import (
     SliceWork,
     SourceDiffers,
 )
+from workers.digest import XXH3
 from workers.jobs import (
     ChunkWork,
     JobRefused,
@@ -44,7 +46,8 @@ _log: Final = logging.getLogger(__name__)
 
 class PlannedJob(NamedTuple):
     """A checked job, ready to run. `moved_bytes` is what it will move. `written` are the rows of each group that it
-    writes, if any; of a copy they are others than `rows`, which it reads.
+    writes, if any; of a copy they are others than `rows`, which it reads. `algorithm` makes its digests, where that is
+    not the device's own.
     """
 
     job: int
@@ -55,6 +58,7 @@ class PlannedJob(NamedTuple):
     chunks: tuple[ChunkWork, ...]
     slices: tuple[SliceRange, ...]
     moved_bytes: int
+    algorithm: str = ""
 
     def slice_work(self, number: int, *, written: bool = False) -> SliceWork:
         """What the device is told about one slice; with `written` about where it goes."""
@@ -108,9 +112,12 @@ def plan_job(device: Device, pool: DevicePool, message: CaptureJob | RestoreJob 
         written = _row_maps(layout, message.target_rows, chunks)
     elif isinstance(message, RestoreJob):
         written, lane = rows, LaneKind.RESTORE
-    slices = plan_slices(chunks, device.slice_bytes, device.slice_rows)
+    slice_bytes, algorithm = device.slice_bytes, ""
+    if pool.in_host_memory and device.digest_algorithm != XXH3:
+        slice_bytes, algorithm = min(slice_bytes, HOST_SLICE_BYTES), XXH3
+    slices = plan_slices(chunks, slice_bytes, device.slice_rows)
     moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
-    return PlannedJob(message.job, lane, pool, rows, written, tuple(chunks), tuple(slices), moved_bytes)
+    return PlannedJob(message.job, lane, pool, rows, written, tuple(chunks), tuple(slices), moved_bytes, algorithm)
 
 
 def _row_maps(layout: StageLayout, packed: Sequence[bytes], chunks: Sequence[ChunkWork]) -> tuple[RowMap, ...]:
@@ -165,6 +172,7 @@ class Lane:
             after.digest_s - before.digest_s,
             after.copy_s - before.copy_s,
             b"".join(digests),
+            algorithm=plan.algorithm if digests else "",
         )
 
 

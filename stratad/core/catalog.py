@@ -54,6 +54,16 @@ class Chunk:
         return sum(extent.length_bytes for extent in self.place.extents)
 
 
+class ImagePart(NamedTuple):
+    """A named part of an image that was put: bytes in `chunk_count` chunks of its one stage, from `first_chunk` on."""
+
+    name: str
+    nbytes: int
+    meta: str
+    first_chunk: int
+    chunk_count: int
+
+
 class Scope(NamedTuple):
     """Images that an engine may restore: same namespace, same fingerprint, stages served by the same workers."""
 
@@ -67,7 +77,8 @@ class Image:
     """One published conversation, or a transit image (see `Catalog.transits`), whose `tokens` are empty.
 
     `stages[s]` lists the chunks of stage s in order (see `StageLayout.chunks`), of `token_count` tokens and the states
-    at `positions`. It can be restored to any number of tokens (`points` None), or to these only.
+    at `positions`. It can be restored to any number of tokens (`points` None), or to these only. An image that was put
+    has `parts`; others have None.
     """
 
     image_id: int
@@ -85,6 +96,7 @@ class Image:
     readers: int = 0
     restores: int = 0
     damaged: bool = False
+    parts: tuple[ImagePart, ...] | None = None
 
     @property
     def evictable(self) -> bool:
@@ -98,7 +110,9 @@ class Image:
 
 
 class Draft(NamedTuple):
-    """What a capture is to become: an image (see there) of `conversation` with the chunks `spans[s]` on stage s."""
+    """What a capture is to become: an image (see there) of `conversation` with the chunks `spans[s]` on stage s. With
+    `partial` these are only some of an image that is put.
+    """
 
     scope: Scope
     conversation: str
@@ -108,6 +122,7 @@ class Draft(NamedTuple):
     points: tuple[int, ...] | None
     spans: tuple[tuple[ChunkSpan, ...], ...]
     transit: bool = False
+    partial: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +143,13 @@ class StageDigests:
     digests: tuple[bytes, ...]
 
 
+class StoredPiece(NamedTuple):
+    """Chunks of a part of a put: copied, digested, not published."""
+
+    staged: Staged
+    answer: StageDigests
+
+
 @dataclass(slots=True)
 class Catalog:
     """All images under one byte budget and one image budget; least recently used images make room.
@@ -145,12 +167,14 @@ class Catalog:
     chunks: dict[ChunkKey, Chunk] = field(default_factory=dict)
     evictions: int = 0
     token_bytes: int = 0  # of all images
+    open_puts: int = 0  # images in the making whose parts are staged one by one
     _by_name: dict[tuple[str, str], OrderedDict[str, Image]] = field(default_factory=dict)
     _recency: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _prefixes: PrefixIndex = field(default_factory=PrefixIndex)  # of images that can be restored to any length
     _points: PrefixIndex = field(default_factory=PrefixIndex)  # and where the others can be
     _loose: set[Chunk] = field(default_factory=set)
     _staged: dict[int, Staged] = field(default_factory=dict)
+    _partial: dict[int, Staged] = field(default_factory=dict)
 
     # --- space --------------------------------------------------------------------------------------------------------
 
@@ -161,14 +185,19 @@ class Catalog:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of granules held by captures in flight."""
+        """Bytes of granules held by captures in flight and by puts that are not committed."""
         return sum(
             extent.length_bytes
-            for staged in self._staged.values()
+            for staged in self.staged
             for stage in staged.places
             for place in stage
             for extent in place.extents
         )
+
+    @property
+    def staged(self) -> tuple[Staged, ...]:
+        """Everything that is neither published nor discarded yet."""
+        return (*self._staged.values(), *self._partial.values())
 
     def shortfall(self, need: Mapping[str, int]) -> dict[str, int]:
         """Granules that each worker's arena lacks of `need` as it is now, without evicting; empty: none."""
@@ -191,10 +220,7 @@ class Catalog:
                 )
         if total_bytes > self.budget_bytes:
             raise Refusal("too_large", f"the image needs {total_bytes} bytes, the budget is {self.budget_bytes}")
-        superseded = self._previous(draft)
-        for image in self._victims(need, total_bytes, keep=superseded):
-            self.evictions += 1
-            self.drop(image)
+        self._make_room(draft, need, total_bytes, new_image=not draft.partial)
         places: list[tuple[ChunkPlace, ...]] = []
         for worker, stage_spans in zip(draft.scope.workers, draft.spans, strict=True):
             lengths = [span.length_bytes for span in stage_spans]
@@ -202,10 +228,37 @@ class Catalog:
             assert extents is not None, "the victims were counted to make room"
             places.append(tuple(map(ChunkPlace, lengths, extents)))
         staged = Staged(draft, tuple(places))
-        self._staged[id(staged)] = staged
+        self._book(draft)[id(staged)] = staged
         return staged
 
-    def _victims(self, need: Mapping[str, int], total_bytes: int, keep: Image | None) -> list[Image]:
+    def _book(self, draft: Draft) -> dict[int, Staged]:
+        return self._partial if draft.partial else self._staged
+
+    def begin_put(self, draft: Draft) -> None:
+        """Count one more image in the making against the budget of images; its parts will be staged one by one, each
+        `partial`. Ends with `publish_parts` or `end_put`.
+
+        Raises:
+            Refusal: ``no_space``: what is left is pinned or in use.
+        """
+        self._make_room(draft, {}, 0, new_image=True)
+        self.open_puts += 1
+
+    def end_put(self) -> None:
+        """An image in the making comes to nothing; its parts were discarded."""
+        assert self.open_puts > 0
+        self.open_puts -= 1
+
+    def _make_room(self, draft: Draft, need: Mapping[str, int], total_bytes: int, *, new_image: bool) -> None:
+        """Evict what stands in the way; on a refusal nothing."""
+        keep = self._previous(draft)
+        for image in self._victims(need, total_bytes, keep, new_image=new_image):
+            self.evictions += 1
+            self.drop(image)
+
+    def _victims(
+        self, need: Mapping[str, int], total_bytes: int, keep: Image | None, *, new_image: bool
+    ) -> list[Image]:
         """Least recently used images whose end makes room for `need` (granules by worker). The image that the capture
         will supersede is kept until the new one is published.
 
@@ -214,9 +267,8 @@ class Catalog:
         """
         short = {w: n - self.arenas[w].free_granules for w, n in need.items() if n > self.arenas[w].free_granules}
         over_bytes = self.used_bytes + total_bytes - self.budget_bytes
-        over_images = (
-            len(self.images) + len(self.transits) + len(self._staged) + (0 if keep else 1) - self.budget_images
-        )
+        held_images = len(self.images) + len(self.transits) + len(self._staged) + self.open_puts
+        over_images = held_images + (0 if keep else 1) - self.budget_images if new_image else 0
         victims: list[Image] = []
         dying: dict[Chunk, int] = {}
         recency = iter(self._recency)
@@ -254,6 +306,28 @@ class Catalog:
         Chunks whose key is there already are referenced and their new extents freed. The superseded image of the same
         conversation is dropped here, in the same step.
         """
+        stages, new_bytes = self._reference_chunks(staged, answers)
+        image, previous = self._add(staged.draft, stages, now_unix_s)
+        return image, new_bytes, previous
+
+    def publish_parts(
+        self, draft: Draft, pieces: Sequence[StoredPiece], parts: tuple[ImagePart, ...], now_unix_s: float
+    ) -> tuple[Image, int, Image | None]:
+        """Make a put visible as one image of all `pieces` in order; else like `publish`."""
+        self.end_put()
+        chunks: list[Chunk] = []
+        new_bytes = 0
+        for piece in pieces:
+            (stage,), new = self._reference_chunks(piece.staged, (piece.answer,))
+            chunks.extend(stage)
+            new_bytes += new
+        image, previous = self._add(draft, (tuple(chunks),), now_unix_s, parts)
+        return image, new_bytes, previous
+
+    def _reference_chunks(
+        self, staged: Staged, answers: Sequence[StageDigests]
+    ) -> tuple[tuple[tuple[Chunk, ...], ...], int]:
+        """The chunks of a staged draft by stage, each referenced once more, and how many bytes of them are new."""
         assert staged.open, "published or discarded before"
         self._close(staged)
         draft = staged.draft
@@ -284,22 +358,33 @@ class Catalog:
                 chunk.references += 1
                 chunks.append(chunk)
             stages.append(tuple(chunks))
+        return tuple(stages), new_bytes
+
+    def _add(
+        self,
+        draft: Draft,
+        stages: tuple[tuple[Chunk, ...], ...],
+        now_unix_s: float,
+        parts: tuple[ImagePart, ...] | None = None,
+    ) -> tuple[Image, Image | None]:
+        """A new image of chunks that are referenced already, and the image that it supersedes."""
         image = Image(
             self.next_image_id,
-            scope,
+            draft.scope,
             draft.conversation,
             draft.tokens,
             draft.token_count,
             draft.positions,
             draft.points,
-            tuple(stages),
+            stages,
             created_unix_s=now_unix_s,
             used_unix_s=now_unix_s,
+            parts=parts,
         )
         self.next_image_id += 1
         if draft.transit:
             self.transits[image.image_id] = image
-            return image, new_bytes, None
+            return image, None
         previous = self._previous(draft)
         if previous is not None:
             image.pinned = previous.pinned
@@ -307,9 +392,11 @@ class Catalog:
         self.images[image.image_id] = image
         self.token_bytes += len(image.tokens)
         self._recency[image.image_id] = None
-        self._by_name.setdefault((scope.namespace, draft.conversation), OrderedDict())[scope.fingerprint] = image
+        self._by_name.setdefault((draft.scope.namespace, draft.conversation), OrderedDict())[
+            draft.scope.fingerprint
+        ] = image
         self._index(image)
-        return image, new_bytes, previous
+        return image, previous
 
     def _previous(self, draft: Draft) -> Image | None:
         """The image that this one will supersede."""
@@ -339,7 +426,7 @@ class Catalog:
 
     def _close(self, staged: Staged) -> None:
         staged.open = False
-        del self._staged[id(staged)]
+        del self._book(staged.draft)[id(staged)]
 
     # --- find ---------------------------------------------------------------------------------------------------------
 
@@ -369,12 +456,12 @@ class Catalog:
 
     # --- hold and let go ----------------------------------------------------------------------------------------------
 
-    def read(self, image: Image) -> tuple[Chunk, ...]:
-        """Hold an image and its chunks for a restore; `end_read` lets go. The image cannot be evicted meanwhile, and a
-        dropped image's extents stay until the readers have ended.
+    def read(self, image: Image, chunks: tuple[Chunk, ...] | None = None) -> tuple[Chunk, ...]:
+        """Hold an image and its chunks (None: all of them) for a restore; `end_read` lets go. The image cannot be
+        evicted meanwhile, and a dropped image's extents stay until the readers have ended.
         """
         image.readers += 1
-        chunks = tuple(image.chunks())
+        chunks = tuple(image.chunks()) if chunks is None else chunks
         for chunk in chunks:
             chunk.reads += 1
         return chunks
@@ -468,11 +555,20 @@ class Catalog:
         live: dict[str, list[Extent]] = {worker: [] for worker in self.arenas}
         for chunk in {*references, *self._loose}:
             live[chunk.key.worker].extend(chunk.place.extents)
-        for staged in self._staged.values():
+        for staged in self.staged:
             for worker, places in zip(staged.draft.scope.workers, staged.places, strict=True):
                 live[worker].extend(extent for place in places for extent in place.extents)
         for worker, arena in self.arenas.items():
             arena.validate(live[worker])
+        for image in self.images.values():
+            if image.parts is not None:
+                assert len(image.stages) == 1
+                assert sum(part.chunk_count for part in image.parts) == len(image.stages[0])
+                assert all(
+                    sum(c.place.length_bytes for c in image.stages[0][p.first_chunk :][: p.chunk_count]) >= p.nbytes
+                    for p in image.parts
+                ), "a part is longer than its chunks"
+        assert self.open_puts >= 0
         assert set(self._recency) == set(self.images)
         assert self.token_bytes == sum(len(image.tokens) for image in self.images.values())
         assert sum(len(names) for names in self._by_name.values()) == len(self.images)

@@ -376,6 +376,26 @@ class Core:
         self._validate_fences(state.ops.keys())
         for engine in state.engines.values():
             assert engine.ops == sum(1 for op in state.ops.values() if op.engine_id == engine.engine_id)
+        self._validate_puts()
+
+    def _validate_puts(self) -> None:
+        """Whatever is staged belongs to one operation or to one put; every hold is somebody's."""
+        state = self.state
+        puts = [put for engine in state.engines.values() for put in engine.puts.values()]
+        held = [piece.stored.staged for put in puts for piece in put.pieces() if piece.stored is not None]
+        held += [op.staged for op in state.ops.values() if op.staged is not None]
+        assert len({id(staged) for staged in held}) == len(held)
+        assert {id(staged) for staged in held} == {id(staged) for staged in state.catalog.staged}
+        assert state.catalog.open_puts == len(puts)
+        copied = {id(op.piece) for op in state.ops.values() if op.piece is not None and not op.piece.put.ended}
+        assert copied == {id(piece) for put in puts for piece in put.pieces() if piece.stored is None}
+        readers: dict[int, int] = {}
+        for image in [op.image for op in state.ops.values() if op.image is not None] + [
+            get.image for engine in state.engines.values() for get in engine.gets.values()
+        ]:
+            readers[image.image_id] = readers.get(image.image_id, 0) + 1
+        for image in state.catalog.images.values():
+            assert image.readers == readers.get(image.image_id, 0), f"image {image.image_id}: readers out of step"
 
     def _validate_fences(self, op_ids: Iterable[int]) -> None:
         state = self.state

@@ -34,12 +34,17 @@ def check_fingerprint(fields: Mapping[str, str]) -> None:
             raise Refusal("bad_value", f"fingerprint field {name!r}: names that start with 'layout.' are the daemon's")
 
 
-def complete_fingerprint(fields: Mapping[str, str], layouts: Sequence[StageLayout]) -> dict[str, str]:
+def complete_fingerprint(
+    fields: Mapping[str, str], layouts: Sequence[StageLayout], *, exchange: bool = False
+) -> dict[str, str]:
     """The engine's fields and those that the daemon reads off the layouts: stages, chunk size, and of every stage its
     groups, their block sizes and windows, and their planes. Offsets, strides and row counts are left out: they may
-    differ between two pools that hold the same bytes.
+    differ between two pools that hold the same bytes. Rows of an exchange mean nothing by themselves, so that what was
+    put is never taken for a capture.
     """
     complete = dict(fields)
+    if exchange:
+        complete["layout.exchange"] = "parts"
     complete["layout.stages"] = str(len(layouts))
     complete["layout.chunk_tokens"] = ",".join(str(layout.chunk_tokens) for layout in layouts)
     for number, layout in enumerate(layouts):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ipc.messages import TOKEN_BYTES, Capture, CudaIpcPool, Restore, SlotDirect, SlotFrom, SlotTo
+from ipc.messages import TOKEN_BYTES, Capture, CudaIpcPool, GetBegin, Restore, SlotDirect, SlotFrom, SlotTo
 from shm.layout import ChunkSpan, StageLayout
 from shm.row_spaces import SpaceRows, distinct_rows, shared_row
 from shm.rows import ROW_LIMIT, unpack_numbers
@@ -160,6 +160,8 @@ def operation_of(
         Refusal: names what was wrong and what was expected.
     """
     engine = engine_of(state, client, request.engine_id)
+    if engine.exchange:
+        raise Refusal("bad_request", f"engine {engine.engine_id} is an exchange: it puts and gets")
     match request:
         case Capture():
             return _capture(state, engine, request)
@@ -228,8 +230,8 @@ def _operation(
     )
 
 
-def find_image(state: State, engine: Engine, request: Restore) -> Image:
-    """The image that a restore names, as far as this engine may have it.
+def find_image(state: State, engine: Engine, request: Restore | GetBegin) -> Image:
+    """The image that a restore or get names, as far as this engine may have it.
 
     Raises:
         Refusal: ``unknown_image``, ``unknown_conversation``, ``fingerprint_mismatch``, ``foreign_device``, ``damaged``.

@@ -13,6 +13,8 @@ from ipc.messages import (
     Failed,
     JobDone,
     JobFailed,
+    PartLoaded,
+    PartStored,
     Progress,
     Restored,
     RestoreJob,
@@ -22,9 +24,10 @@ from ipc.messages import (
 from shm.extent import pack_places
 from shm.rows import pack_numbers
 from stratad.core import arenas
-from stratad.core.catalog import StageDigests
+from stratad.core.catalog import StageDigests, StoredPiece
 from stratad.core.effects import SendTo
 from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
+from stratad.core.puts import Piece
 from stratad.core.state import State, Worker, WorkerState
 
 LEAST_EVENT_WAIT_S = 0.05
@@ -72,7 +75,7 @@ def _command(
     places = pack_places(op.places(run))
     if op.image is None:
         return CaptureJob(run.job, pool, rows, op.token_count, places, poll_event, positions, event_wait_s)
-    chunks = op.image.stages[run.stage]
+    chunks = op.stored(run)
     algorithms = tuple(chunk.key.algorithm for chunk in chunks)
     if len(set(algorithms)) == 1:
         algorithms = algorithms[:1]
@@ -132,7 +135,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
             )
             return
         run.answer = StageDigests(
-            worker.ready.digest_algorithm,
+            report.algorithm or worker.ready.digest_algorithm,
             worker.ready.key_id,
             tuple(report.digests[at : at + DIGEST_BYTES] for at in range(0, count * DIGEST_BYTES, DIGEST_BYTES)),
         )
@@ -157,8 +160,9 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
         state.log("error", "answer to no job", worker=worker.name, job=report.job)
         return
     op, stage = found
-    if report.code == "damaged" and op.image is not None and 0 <= report.chunk < len(op.image.stages[stage]):
-        for image in state.catalog.flag_damaged(op.image.stages[stage][report.chunk]):
+    stored = op.stored(op.stages[stage]) if op.image is not None else ()
+    if report.code == "damaged" and 0 <= report.chunk < len(stored):
+        for image in state.catalog.flag_damaged(stored[report.chunk]):
             state.count("images_damaged")
             state.log("error", "image damaged", image=image.image_id, stage=stage, chunk=report.chunk)
     _fail_stage(
@@ -273,6 +277,8 @@ def _finish(state: State, op: Operation) -> None:
     elif engine is not None and engine.marks.get(op.slot if op.captures else op.source_slot) == "poisoned":
         _disown_written(op)
         fail(state, op, "poisoned", "the slot was marked poisoned while it was read")
+    elif op.piece is not None:
+        _stored(state, op, op.piece)
     elif op.captures:
         _published(state, op)
     else:
@@ -306,10 +312,31 @@ def _published(state: State, op: Operation) -> None:
     release(state, op)
 
 
+def _stored(state: State, op: Operation, piece: Piece) -> None:
+    """A piece of a put is copied; it is kept until the put is committed or given up."""
+    answer = op.stages[0].answer
+    assert op.staged is not None
+    assert answer is not None
+    if piece.put.ended:
+        fail(state, op, "cancelled", "the put was given up while the part was copied")
+        return
+    piece.stored = StoredPiece(op.staged, answer)
+    op.staged = None
+    op.advance("store")
+    state.count(f"{op.kind.value}s")
+    state.reply(op.client, PartStored(op.seq, op.stages[0].job_bytes, op.outcomes))
+    release(state, op)
+
+
 def _restored(state: State, op: Operation) -> None:
     image = op.image
     assert image is not None
     op.advance("restore")
+    if op.kind is OpKind.GET_PART:
+        state.count(f"{op.kind.value}s")
+        state.reply(op.client, PartLoaded(op.seq, op.stages[0].job_bytes, op.outcomes))
+        release(state, op)
+        return
     image.restores += 1
     if image.image_id in state.catalog.images:
         state.catalog.touch(image, state.now_unix_s)
@@ -346,6 +373,8 @@ def fail(state: State, op: Operation, code: str, message: str, *, stage: int = -
         op.staged = None
     if op.kind is OpKind.TAKE and op.image is not None:
         op.image.taken -= 1
+    if op.piece is not None:
+        op.piece.forget()
     state.count(f"{op.kind.value}s_failed")
     state.log("warning", "operation failed", op=op.op_id, kind=op.kind.value, code=code, stage=stage, why=message)
     state.reply(op.client, Failed(op.seq, code, message, stage, op.outcomes, state.settings.start_id))

@@ -3,7 +3,8 @@
 ::
 
     WAITING --start--> COPYING --publish--> PUBLISHED      (capture, slot_to)
-       |                  |-----restore---> RESTORED       (restore, take, slot_from)
+       |                  |------store----> STORED         (put_part)
+       |                  |-----restore---> RESTORED       (restore, take, slot_from, get_part)
        |                  |-----copy------> COPIED         (slot_direct)
        '------fail--------'-----fail------> FAILED
 
@@ -23,12 +24,14 @@ from shm.extent import ChunkPlace
 from shm.layout import ChunkSpan
 from stratad.core.catalog import Chunk, Image, Scope, Staged, StageDigests
 from stratad.core.failures import InvalidTransition
+from stratad.core.puts import Piece
 from stratad.core.row_lists import CutRows
 
 
 class OpKind(Enum):
     """What an operation does. The three slot copies move a conversation between rows of one engine: `SLOT_DIRECT` on
-    the devices, `SLOT_TO` and `SLOT_FROM` by way of a transit image in shuttles.
+    the devices, `SLOT_TO` and `SLOT_FROM` by way of a transit image in shuttles. `PUT_PART` and `GET_PART` move a piece
+    of a part between an exchange and shuttles.
     """
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash runs in Python on every table look-up
@@ -39,6 +42,8 @@ class OpKind(Enum):
     SLOT_DIRECT = "slot_direct"
     SLOT_TO = "slot_to"
     SLOT_FROM = "slot_from"
+    PUT_PART = "put_part"
+    GET_PART = "get_part"
 
 
 class OpState(Enum):
@@ -49,6 +54,7 @@ class OpState(Enum):
     WAITING = "waiting"
     COPYING = "copying"
     PUBLISHED = "published"
+    STORED = "stored"
     RESTORED = "restored"
     COPIED = "copied"
     FAILED = "failed"
@@ -71,11 +77,13 @@ OP_MOVES: Final[dict[OpState, dict[str, OpState]]] = {
     OpState.WAITING: {"start": OpState.COPYING, "fail": OpState.FAILED},
     OpState.COPYING: {
         "publish": OpState.PUBLISHED,
+        "store": OpState.STORED,
         "restore": OpState.RESTORED,
         "copy": OpState.COPIED,
         "fail": OpState.FAILED,
     },
     OpState.PUBLISHED: {},
+    OpState.STORED: {},
     OpState.RESTORED: {},
     OpState.COPIED: {},
     OpState.FAILED: {},
@@ -91,9 +99,9 @@ STAGE_MOVES: Final[dict[StageState, dict[str, StageState]]] = {
 }
 
 RUNNING: Final = frozenset({StageState.SENT, StageState.FREE})
-CAPTURING: Final = frozenset({OpKind.CAPTURE, OpKind.SLOT_TO})
-READING: Final = frozenset({OpKind.CAPTURE, OpKind.SLOT_TO, OpKind.SLOT_DIRECT})
-WRITING: Final = frozenset({OpKind.RESTORE, OpKind.TAKE, OpKind.SLOT_FROM, OpKind.SLOT_DIRECT})
+CAPTURING: Final = frozenset({OpKind.CAPTURE, OpKind.SLOT_TO, OpKind.PUT_PART})
+READING: Final = CAPTURING | {OpKind.SLOT_DIRECT}
+WRITING: Final = frozenset({OpKind.RESTORE, OpKind.TAKE, OpKind.SLOT_FROM, OpKind.SLOT_DIRECT, OpKind.GET_PART})
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +138,8 @@ class StageRun:
 class Operation:
     """What a client asked to have copied. `deadline_s` is when the caller stops waiting (monotonic seconds).
     `token_count` tokens of the image's `image_tokens` are copied; `positions` are those of its states, and `points` the
-    numbers of tokens to which it can be restored (see `Image`).
+    numbers of tokens to which it can be restored (see `Image`). `chunks` are those of the image that it reads; of a
+    `PUT_PART` `piece` is the piece that it stores.
     """
 
     op_id: int
@@ -161,6 +170,7 @@ class Operation:
     told_free: bool = False
     waits_for: str = ""
     fenced: set[int] = field(default_factory=set)
+    piece: Piece | None = None
 
     def advance(self, event: str) -> None:
         """Make a move of the table.
@@ -175,7 +185,7 @@ class Operation:
 
     @property
     def captures(self) -> bool:
-        """Whether it makes an image."""
+        """Whether it makes an image, or a piece of one."""
         return self.kind in CAPTURING
 
     @property
@@ -203,5 +213,11 @@ class Operation:
         """Where the chunks of a stage lie."""
         if self.staged is not None:
             return self.staged.places[run.stage]
+        return tuple(chunk.place for chunk in self.stored(run))
+
+    def stored(self, run: StageRun) -> tuple[Chunk, ...]:
+        """The chunks of its image that a stage reads."""
+        if self.kind is OpKind.GET_PART:
+            return self.chunks
         assert self.image is not None
-        return tuple(chunk.place for chunk in self.image.stages[run.stage])
+        return self.image.stages[run.stage]

@@ -28,7 +28,7 @@ def submit(state: State, op: Operation) -> None:
     client = state.clients[op.client]
     client.seqs[op.seq] = op.op_id
     if op.image is not None:
-        op.chunks = state.catalog.read(op.image)
+        op.chunks = state.catalog.read(op.image, op.chunks or None)
         if op.kind is OpKind.TAKE:
             op.image.taken += 1
     _start_if_possible(state, op, engine)
@@ -111,6 +111,7 @@ def _space(state: State, op: Operation) -> str:
         op.points,
         tuple(run.spans for run in op.stages),
         transit=op.kind is OpKind.SLOT_TO,
+        partial=op.kind is OpKind.PUT_PART,
     )
     need = needed_granules(draft)
     for name in state.catalog.shortfall(need):

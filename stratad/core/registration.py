@@ -4,6 +4,7 @@ import msgspec
 
 from ipc.messages import (
     ClosePool,
+    CudaIpcPool,
     Done,
     Failed,
     MemfdPool,
@@ -18,6 +19,7 @@ from shm.layout import LayoutError, check_layout
 from stratad.core import jobs
 from stratad.core.catalog import Scope
 from stratad.core.effects import CloseDescriptor, ForwardDescriptor, SendTo
+from stratad.core.exchange import check_exchange, end_get, end_put
 from stratad.core.failures import Refusal
 from stratad.core.fingerprints import check_fingerprint, complete_fingerprint, fingerprint_id
 from stratad.core.intake import check_name
@@ -51,7 +53,10 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
     if [stage.index for stage in request.stages] != list(range(len(request.stages))):
         raise Refusal("bad_value", f"stages must be numbered 0..{len(request.stages) - 1} in order")
     workers = [_worker_for(state, stage) for stage in request.stages]
-    fields = complete_fingerprint(request.fingerprint, [stage.layout for stage in request.stages])
+    if request.exchange:
+        check_exchange(request.stages)
+    layouts = [stage.layout for stage in request.stages]
+    fields = complete_fingerprint(request.fingerprint, layouts, exchange=request.exchange)
     fingerprint = fingerprint_id(fields)
     stages = tuple(
         EngineStage(stage, worker.name, state.number("pool"))
@@ -67,6 +72,7 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
         stages,
         request.seq,
         state.now_s + request.deadline_s,
+        exchange=request.exchange,
     )
     _forget_fingerprints(state)
     _forget_owners(state, request.namespace)
@@ -129,7 +135,7 @@ def _worker_for(state: State, stage: Stage) -> Worker:
         raise Refusal(
             "worker_unavailable", f"worker {worker.name} is {worker.state.value}: {worker.detail}", stage=stage.index
         )
-    if isinstance(stage.pool, MemfdPool) != stage.device.startswith("cpu:"):
+    if isinstance(stage.pool, CudaIpcPool) and stage.device.startswith("cpu:"):
         raise Refusal("bad_value", f"device {stage.device} cannot hold a pool of this kind", stage=stage.index)
     if stage.layout.chunk_tokens != state.settings.chunk_tokens:
         raise Refusal(
@@ -284,6 +290,10 @@ def close(state: State, engine: Engine, unregister_seq: int | None = None) -> No
         if image is not None:
             image.taken -= 1
     engine.takes.clear()
+    for put in list(engine.puts.values()):
+        end_put(state, engine, put)
+    for get in list(engine.gets.values()):
+        end_get(state, engine, get)
     _remove_if_idle(state, engine)
 
 

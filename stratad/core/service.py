@@ -11,6 +11,9 @@ from ipc.messages import (
     Drop,
     Failed,
     Found,
+    GetBegin,
+    GetEnd,
+    GetPart,
     Goodbye,
     Hello,
     Images,
@@ -19,6 +22,10 @@ from ipc.messages import (
     Mark,
     Memory,
     Pin,
+    PutAbort,
+    PutBegin,
+    PutCommit,
+    PutPart,
     Register,
     Release,
     Request,
@@ -33,7 +40,7 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import jobs, memory_view, queue, registration, views
+from stratad.core import exchange, jobs, memory_view, queue, registration, views
 from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
@@ -58,6 +65,8 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             queue.submit(state, operation_of(state, client, request))
         case SlotDrop():
             _drop_transit(state, client, request)
+        case PutBegin() | PutPart() | PutCommit() | PutAbort() | GetBegin() | GetPart() | GetEnd():
+            exchange.serve(state, client, request)
         case Acknowledge():
             _acknowledge(state, client, request)
         case Release():
@@ -71,11 +80,7 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case Clear():
             _clear(state, client, request)
         case Pin():
-            images = _named(state, client, request.namespace, request.conversation)
-            for image in images:
-                image.pinned = request.pinned
-            state.reply(client.client, Done(request.seq, len(images)))
-            queue.pump(state)
+            _pin(state, client, request)
         case Hello():
             _hello(state, client, request)
         case Register():
@@ -160,6 +165,14 @@ def _mark(state: State, client: ClientRecord, request: Mark) -> None:
         )
     engine.marks[request.slot] = request.mark
     state.reply(client.client, Done(request.seq))
+
+
+def _pin(state: State, client: ClientRecord, request: Pin) -> None:
+    images = _named(state, client, request.namespace, request.conversation)
+    for image in images:
+        image.pinned = request.pinned
+    state.reply(client.client, Done(request.seq, len(images)))
+    queue.pump(state)
 
 
 def _lookup(state: State, client: ClientRecord, request: Lookup) -> None:

@@ -13,6 +13,7 @@ from stratad.core.effects import Effect, LogLine, ReplyTo
 from stratad.core.fences import RowFences
 from stratad.core.memory_tracks import MemorySettings, MemoryState
 from stratad.core.ops import Operation
+from stratad.core.puts import Get, Put
 from stratad.core.restarts import RestartPolicy
 
 
@@ -149,6 +150,9 @@ class Engine:
     ops: int = 0
     takes: set[int] = field(default_factory=set)
     transits: dict[int, Image] = field(default_factory=dict)  # transit images by slot
+    exchange: bool = False
+    puts: dict[int, Put] = field(default_factory=dict)
+    gets: dict[int, Get] = field(default_factory=dict)
     unmapping: set[int] = field(default_factory=set)  # pools whose worker has been told to close them
     unregister_seq: int | None = None  # request that waits for that
     # Read off the stages, which never change. Equal layouts are one object here: most engines have one or two kinds of

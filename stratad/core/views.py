@@ -35,6 +35,7 @@ def image_info(state: State, image: Image) -> ImageInfo:
         image.used_unix_s,
         image.restores,
         image.positions,
+        len(image.parts or ()),
     )
 
 

@@ -1,0 +1,339 @@
+"""What the requests of an exchange do: put an image part by part, get it part by part."""
+
+from typing import NamedTuple
+
+from ipc.messages import (
+    EXCHANGE_ROW_BYTES,
+    PART_META_CHARS,
+    PART_NAME_CHARS,
+    TOKEN_BYTES,
+    Captured,
+    Done,
+    GetBegin,
+    GetEnd,
+    GetPart,
+    MemfdPool,
+    PartInfo,
+    PartLoaded,
+    Parts,
+    PartStored,
+    PutAbort,
+    PutBegin,
+    PutBegun,
+    PutCommit,
+    PutPart,
+    Stage,
+)
+from shm.rows import row_count, unpack_rows
+from stratad.core import jobs, queue
+from stratad.core.catalog import Chunk, Draft, Image
+from stratad.core.failures import Refusal
+from stratad.core.intake import CHUNK_LIMIT, check_name, engine_of, find_image
+from stratad.core.ops import Operation, OpKind, OpState, StageRun
+from stratad.core.puts import Get, Part, Piece, Put
+from stratad.core.row_lists import CutRows
+from stratad.core.state import ClientRecord, Engine, State
+
+# Puts, and gets, that an engine may have open at once.
+SESSION_LIMIT = 64
+
+
+def check_exchange(stages: tuple[Stage, ...]) -> None:
+    """Refuse stages that are no exchange (see `Register`).
+
+    Raises:
+        Refusal: ``bad_layout``.
+    """
+    layout = stages[0].layout
+    groups = layout.all_groups
+    plane = groups[0].planes[0]
+    plain = (
+        len(stages) == 1
+        and isinstance(stages[0].pool, MemfdPool)
+        and len(layout.groups) == len(groups) == len(groups[0].planes) == 1
+        and plane.row_bytes == plane.row_stride_bytes == EXCHANGE_ROW_BYTES
+        and plane.tokens_per_row == 1
+        and layout.groups[0].window_tokens == 0
+    )
+    if not plain:
+        raise Refusal(
+            "bad_layout",
+            f"an exchange is one memfd with one row group of one plane, rows of {EXCHANGE_ROW_BYTES} bytes side by "
+            f"side, got {len(stages)} stages of which the first has {len(groups)} groups",
+        )
+
+
+def serve(
+    state: State,
+    client: ClientRecord,
+    request: PutBegin | PutPart | PutCommit | PutAbort | GetBegin | GetPart | GetEnd,
+) -> None:
+    """Serve one request.
+
+    Raises:
+        Refusal: it cannot be served; nothing was changed (of a part that had failed, nothing may be left).
+    """
+    engine = engine_of(state, client, request.engine_id)
+    if not engine.exchange:
+        raise Refusal("bad_request", f"engine {engine.engine_id} is no exchange: it captures and restores")
+    match request:
+        case PutBegin():
+            _put_begin(state, engine, request)
+        case PutPart():
+            _put_part(state, engine, request)
+        case PutCommit():
+            _put_commit(state, engine, request)
+        case PutAbort():
+            _put_abort(state, engine, request)
+        case GetBegin():
+            _get_begin(state, engine, request)
+        case GetPart():
+            _get_part(state, engine, request)
+        case GetEnd():
+            end_get(state, engine, _get_of(engine, request.get_id))
+            state.reply(engine.client, Done(request.seq))
+            queue.pump(state)
+
+
+# --- puts -------------------------------------------------------------------------------------------------------------
+
+
+def _put_begin(state: State, engine: Engine, request: PutBegin) -> None:
+    if state.stopping:
+        raise Refusal("stopping", "the daemon is stopping")
+    check_name("conversation", request.conversation)
+    if len(request.tokens) % TOKEN_BYTES:
+        raise Refusal("bad_tokens", f"tokens must be packed u32, got {len(request.tokens)} bytes")
+    _check_sessions("puts", len(engine.puts))
+    count = len(request.tokens) // TOKEN_BYTES
+    # No prefix of it can be restored: it is found by all its tokens, or by its name alone.
+    points = (count,) if count else ()
+    draft = Draft(engine.scope, request.conversation, request.tokens, count, (), points, (), partial=True)
+    state.catalog.begin_put(draft)
+    put = Put(state.number("put"), draft, EXCHANGE_ROW_BYTES, engine.layouts[0].chunk_tokens)
+    engine.puts[put.put_id] = put
+    state.reply(engine.client, PutBegun(request.seq, put.put_id))
+
+
+def _put_of(engine: Engine, put_id: int) -> Put:
+    put = engine.puts.get(put_id)
+    if put is None:
+        raise Refusal("unknown_put", f"engine {engine.engine_id} has no put {put_id}")
+    return put
+
+
+def _put_part(state: State, engine: Engine, request: PutPart) -> None:
+    put = _put_of(engine, request.put_id)
+    cut = _check_part(engine, put, request)
+    if request.first_row == 0:
+        if put.restartable(request.name):
+            for staged in put.drop_part(request.name):
+                state.catalog.discard(staged)
+        part = put.begin_part(request.name, request.nbytes, request.meta)
+    else:
+        part = _begun_part(put, request)
+    if cut is None:
+        state.reply(engine.client, PartStored(request.seq, 0, ()))
+        return
+    piece = put.begin_piece(part, request.first_row, cut.row_count)
+    try:
+        queue.submit(state, _storing(state, engine, request, cut.rows, piece))
+    except Refusal:
+        put.remove(piece)
+        raise
+
+
+class _Cut(NamedTuple):
+    """The rows of the exchange that a piece names."""
+
+    rows: CutRows
+    row_count: int
+
+
+def _check_part(engine: Engine, put: Put, request: PutPart) -> _Cut | None:
+    """Check a piece against its part and the put; its rows, None for a part of no bytes."""
+    name, meta = request.name, request.meta
+    if not name or len(name) > PART_NAME_CHARS or not name.isprintable() or len(meta) > PART_META_CHARS:
+        raise Refusal(
+            "bad_value",
+            f"a part's name has 1 to {PART_NAME_CHARS} printable characters and its note at most {PART_META_CHARS}, "
+            f"got {name[:40]!r} and {len(meta)}",
+        )
+    step = put.chunk_rows
+    if not 0 <= request.nbytes <= CHUNK_LIMIT * step * put.row_bytes:
+        raise Refusal("too_large", f"part {name[:80]!r} has {request.nbytes} bytes, over {CHUNK_LIMIT} chunks")
+    total = -(-request.nbytes // put.row_bytes)
+    cut = _cut_rows(engine, request.rows, request.first_row, total, step)
+    if cut is not None and put.chunk_count - (-cut.row_count // step) > CHUNK_LIMIT:
+        raise Refusal("too_large", f"the put has more than {CHUNK_LIMIT} chunks of {step * put.row_bytes} bytes")
+    return cut
+
+
+def _cut_rows(engine: Engine, packed: bytes, first_row: int, total: int, step: int) -> _Cut | None:
+    """The rows of a piece that begins at row `first_row` of a part of `total` rows; None where that has none.
+
+    Raises:
+        Refusal: ``bad_rows``.
+    """
+    try:
+        runs = unpack_rows(packed, engine.layouts[0].groups[0].rows)
+    except ValueError as exc:
+        raise Refusal("bad_rows", str(exc), stage=0) from exc
+    count = row_count(runs)
+    if total == 0 and first_row == 0 and count == 0:
+        return None
+    end = first_row + count
+    if first_row < 0 or count == 0 or end > total:
+        raise Refusal("bad_rows", f"rows {first_row} to {end} are not in the part, which has {total}")
+    if first_row % step or (end % step and end != total):
+        raise Refusal(
+            "bad_rows", f"a piece must lie between multiples of {step} rows or end the part, got {first_row} to {end}"
+        )
+    return _Cut(CutRows((runs,), (packed,)), count)
+
+
+def _begun_part(put: Put, request: PutPart) -> Part:
+    part = put.parts.get(request.name)
+    if part is None or (part.nbytes, part.meta) != (request.nbytes, request.meta):
+        raise Refusal(
+            "unknown_part", f"part {request.name[:80]!r} was not begun with {request.nbytes} bytes and this note"
+        )
+    return part
+
+
+def _storing(state: State, engine: Engine, request: PutPart, rows: CutRows, piece: Piece) -> Operation:
+    spans = tuple(engine.layouts[0].chunks(piece.row_count))
+    return Operation(
+        state.number("op"),
+        OpKind.PUT_PART,
+        engine.client,
+        request.seq,
+        engine.engine_id,
+        engine.scope,
+        piece.put.draft.conversation,
+        -1,
+        piece.row_count,
+        "host",
+        state.now_s,
+        state.now_s + request.deadline_s,
+        (StageRun(0, engine.stages[0].worker, rows, spans),),
+        image_tokens=piece.row_count,
+        piece=piece,
+    )
+
+
+def _put_commit(state: State, engine: Engine, request: PutCommit) -> None:
+    put = _put_of(engine, request.put_id)
+    parts = put.table()
+    stored = [piece.stored for piece in put.pieces() if piece.stored is not None]
+    image, new_bytes, _ = state.catalog.publish_parts(put.draft, stored, parts, state.now_unix_s)
+    put.ended = True
+    del engine.puts[put.put_id]
+    state.count("puts")
+    state.count("new_bytes", new_bytes)
+    image_bytes = sum(part.nbytes for part in parts)
+    state.reply(engine.client, Captured(request.seq, image.image_id, image.token_count, image_bytes, new_bytes, ()))
+    queue.pump(state)
+
+
+def _put_abort(state: State, engine: Engine, request: PutAbort) -> None:
+    put = _put_of(engine, request.put_id)
+    end_put(state, engine, put)
+    for op in [op for op in state.ops.values() if op.piece is not None and op.piece.put is put]:
+        if op.state is OpState.WAITING:
+            jobs.fail(state, op, "cancelled", "the put was given up")
+        else:
+            jobs.cancel(state, op)
+    state.reply(engine.client, Done(request.seq))
+    queue.pump(state)
+
+
+def end_put(state: State, engine: Engine, put: Put) -> None:
+    """Forget a put: what was stored is freed now; what is being copied when its operation ends."""
+    put.ended = True
+    del engine.puts[put.put_id]
+    for piece in put.pieces():
+        if piece.stored is not None:
+            state.catalog.discard(piece.stored.staged)
+    state.catalog.end_put()
+    state.count("puts_ended")
+
+
+# --- gets -------------------------------------------------------------------------------------------------------------
+
+
+def _get_begin(state: State, engine: Engine, request: GetBegin) -> None:
+    if not request.image_id:
+        check_name("conversation", request.conversation)
+    _check_sessions("gets", len(engine.gets))
+    image = find_image(state, engine, request)
+    assert image.parts is not None, "only what was put has the fingerprint of an exchange"
+    get = Get(state.number("get"), image, state.catalog.read(image))
+    engine.gets[get.get_id] = get
+    image.restores += 1
+    state.catalog.touch(image, state.now_unix_s)
+    state.count("gets")
+    table = tuple(PartInfo(part.name, part.nbytes, part.meta) for part in image.parts)
+    state.reply(
+        engine.client,
+        Parts(request.seq, get.get_id, image.image_id, image.conversation, image.tokens, table),
+    )
+
+
+def _get_of(engine: Engine, get_id: int) -> Get:
+    get = engine.gets.get(get_id)
+    if get is None:
+        raise Refusal("unknown_get", f"engine {engine.engine_id} has no get {get_id}")
+    return get
+
+
+def _get_part(state: State, engine: Engine, request: GetPart) -> None:
+    get = _get_of(engine, request.get_id)
+    parts = get.image.parts or ()
+    if not 0 <= request.part < len(parts):
+        raise Refusal("unknown_part", f"the image has parts 0..{len(parts) - 1}, not {request.part}")
+    part = parts[request.part]
+    step = engine.layouts[0].chunk_tokens
+    total = -(-part.nbytes // EXCHANGE_ROW_BYTES)
+    cut = _cut_rows(engine, request.rows, request.first_row, total, step)
+    if cut is None:
+        state.reply(engine.client, PartLoaded(request.seq, 0, ()))
+    else:
+        first = part.first_chunk + request.first_row // step
+        chunks = get.image.stages[0][first : first - (-cut.row_count // step)]
+        queue.submit(state, _loading(state, engine, request, cut, image=get.image, chunks=chunks))
+
+
+def _loading(
+    state: State, engine: Engine, request: GetPart, cut: _Cut, *, image: Image, chunks: tuple[Chunk, ...]
+) -> Operation:
+    spans = tuple(engine.layouts[0].chunks(cut.row_count))
+    return Operation(
+        state.number("op"),
+        OpKind.GET_PART,
+        engine.client,
+        request.seq,
+        engine.engine_id,
+        engine.scope,
+        image.conversation,
+        -1,
+        cut.row_count,
+        "host",
+        state.now_s,
+        state.now_s + request.deadline_s,
+        (StageRun(0, engine.stages[0].worker, cut.rows, spans),),
+        image=image,
+        chunks=chunks,
+        image_tokens=cut.row_count,
+    )
+
+
+def end_get(state: State, engine: Engine, get: Get) -> None:
+    """Let go of an image; what is being copied out of it holds its own chunks."""
+    del engine.gets[get.get_id]
+    state.catalog.end_read(get.image, get.chunks)
+
+
+def _check_sessions(what: str, count: int) -> None:
+    if count >= SESSION_LIMIT:
+        raise Refusal("too_many", f"an engine has at most {SESSION_LIMIT} {what} open")

@@ -1,0 +1,78 @@
+"""A GPU's lane that also serves pools in host memory: each slice goes to the copier of its pool's memory.
+
+Both copiers use the same page-locked shuttles. A lane runs one job at a time and a job has one pool, so all slices that
+are under way belong to the same copier.
+"""
+
+from collections.abc import Callable
+
+from workers.cpu_device import CpuCopier
+from workers.cuda_copier import CudaCopier
+from workers.device import Copier, CopyTimes, SliceWork
+
+
+class MixedCopier:
+    """See `workers.device.Copier`. Owns both copiers."""
+
+    before_copy: Callable[[SliceWork], None] | None = None
+
+    def __init__(self, device: CudaCopier, host: CpuCopier) -> None:
+        self._device = device
+        self._host = host
+        self._current: Copier = device
+
+    @property
+    def times(self) -> CopyTimes:
+        """See `Copier`."""
+        device, host = self._device.times, self._host.times
+        return CopyTimes(device.digest_s + host.digest_s, device.copy_s + host.copy_s)
+
+    @property
+    def copies_behind(self) -> bool:
+        """See `Copier`."""
+        return self._current.copies_behind
+
+    @property
+    def host_bytes(self) -> int:
+        """Private memory of the copier for host memory."""
+        return self._host.staging_bytes
+
+    def begin_capture(self, slot: int, work: SliceWork) -> None:
+        """See `Copier`."""
+        self._choose(work).begin_capture(slot, work)
+
+    def complete_capture(self, slot: int) -> list[bytes]:
+        """See `Copier`."""
+        return self._current.complete_capture(slot)
+
+    def complete_copy(self, slot: int, target: SliceWork) -> None:
+        """See `Copier`."""
+        self._current.complete_copy(slot, target)
+
+    def begin_restore(self, slot: int, work: SliceWork) -> None:
+        """See `Copier`."""
+        self._choose(work).begin_restore(slot, work)
+
+    def verify_restore(self, slot: int) -> None:
+        """See `Copier`."""
+        self._current.verify_restore(slot)
+
+    def scatter_restore(self, slot: int) -> None:
+        """See `Copier`."""
+        self._current.scatter_restore(slot)
+
+    def drain(self) -> None:
+        """See `Copier`."""
+        try:
+            self._host.drain()
+        finally:
+            self._device.drain()
+
+    def close(self) -> None:
+        """Free everything of this lane."""
+        self._device.close()
+
+    def _choose(self, work: SliceWork) -> Copier:
+        self._current = self._host if work.pool.in_host_memory else self._device
+        self._current.before_copy = self.before_copy
+        return self._current
