@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import QuantizedLayer
 
 from stratad.errors import UsageError
 
@@ -43,8 +44,8 @@ def drop_last(cache: Cache, count: int) -> None:
         return
     layers: list[Any] = list(cache.layers)  # classes with different methods
     for number, layer in enumerate(layers):
-        crop = getattr(layer, "crop", None)
-        if crop is None or not layer.is_croppable:
+        # Older versions let quantised layers be cropped, which takes their packed tokens for tensors.
+        if not hasattr(layer, "crop") or not layer.is_croppable or isinstance(layer, QuantizedLayer):
             raise UsageError("bad_value", f"layer {number} ({type(layer).__name__}) cannot go back by tokens")
         if getattr(layer, "is_sliding", False) and layer.get_seq_length() >= getattr(layer, "sliding_window", 0) > 0:
             raise UsageError("bad_value", f"the window of layer {number} has passed: it cannot go back by tokens")

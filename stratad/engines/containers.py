@@ -70,10 +70,10 @@ def put_together(value: Any, leaves: Iterator[torch.Tensor]) -> Any:
         return type(value).__tensor_unflatten__(parts, meta, value.size(), value.stride())
     if isinstance(value, torch.Tensor):
         return next(leaves)
-    if isinstance(value, tuple):
+    if type(value) is tuple:  # not its subclasses: `torch.Size` is a plain value
         return tuple(put_together(part, leaves) for part in value)
-    if isinstance(value, list):
+    if type(value) is list:
         return [put_together(part, leaves) for part in value]
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: put_together(part, leaves) for key, part in value.items()}
     return value

@@ -221,9 +221,8 @@ def _template(layer: Layer, form: QuantisedForm, tokens: int) -> tuple[object, o
 
 def _any_tokens(form: QuantisedForm, dim: int, tokens: int) -> torch.Tensor:
     """Elements that no quantiser stumbles over: neither all alike nor large."""
-    count = form.heads * tokens * dim
-    ramp = torch.arange(count, device=form.home).remainder_(7).sub_(3)
-    return ramp.to(form.dtype).view(1, form.heads, tokens, dim)
+    ramp = torch.arange(dim, device=form.home).remainder_(7).sub_(3).to(form.dtype)
+    return ramp.expand(1, form.heads, tokens, dim).contiguous()
 
 
 def _leaves(containers: tuple[object, object]) -> list[torch.Tensor]:

@@ -7,8 +7,8 @@ import pytest
 
 from stratad.client import Client
 from stratad.engines.transformers import CacheParker
-from tests.support.cache_kinds import KINDS, MAX_TOKENS, STAGES, CacheKind, check_earlier, check_round_trip
-from tests.support.tiny_models import PROMPT, read_into
+from tests.support.cache_kinds import KINDS, LONGER, MAX_TOKENS, STAGES, CacheKind, check_earlier, check_round_trip
+from tests.support.tiny_models import read_into
 
 
 @contextmanager
@@ -25,9 +25,8 @@ def other_conversation(kind: CacheKind, parker: CacheParker) -> None:
     """Another conversation takes the slot: nothing of the one before is left in it."""
     model = kind.model()
     cache = kind.new_cache(model)
-    tokens = PROMPT[::-1] + PROMPT[:90]
-    read_into(model, cache, tokens)
-    parker.park("other", cache, tokens).result()
+    read_into(model, cache, LONGER)
+    parker.park("other", cache, LONGER).result()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -21,6 +21,8 @@ WINDOW = 64
 DECODED = 8
 STEPS = 16
 STAGES = 2
+# Another conversation, longer than the one that is parked.
+LONGER = [*PROMPT[::-1], *PROMPT[:60]]
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,29 @@ def _qwen3_next() -> PreTrainedModel:
     )  # fmt: skip
 
 
+def _lfm2() -> PreTrainedModel:
+    """Convolutions have no recurrent state."""
+    return _causal("Lfm2Config", "Lfm2ForCausalLM", layer_types=["conv", "full_attention", "conv", "full_attention"])
+
+
+def _falcon_h1() -> PreTrainedModel:
+    """Linear attention and attention side by side in every layer."""
+    return _causal(
+        "FalconH1Config", "FalconH1ForCausalLM", num_hidden_layers=2, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16,
+        mamba_n_groups=1, mamba_d_state=16, mamba_d_conv=4, mamba_chunk_size=32,
+    )  # fmt: skip
+
+
+def _glm_dsa() -> PreTrainedModel:
+    """Sparse attention, whose indexer keeps keys of its own."""
+    return _causal(
+        "GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", num_hidden_layers=2, num_key_value_heads=4, q_lora_rank=32,
+        kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, index_topk=32, index_head_dim=16,
+        index_n_heads=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+        first_k_dense_replace=1, n_group=1, topk_group=1,
+    )  # fmt: skip
+
+
 def _static(model: PreTrainedModel) -> Cache:
     return StaticCache(config=model.config, max_cache_len=MAX_TOKENS)
 
@@ -112,6 +137,12 @@ KINDS = [
     CacheKind("packed", _llama, _packed, layers=("PackedLayer",), stateful=True, rewinds=False),
     CacheKind("linear-and-full", _qwen3_next, layers=("DynamicLayer", "LinearAttentionLayer"), stateful=True),
     CacheKind("linear-and-static", _qwen3_next, _static, layers=("LinearAttentionLayer", "StaticLayer"), stateful=True),
+    CacheKind("convolution", _lfm2, layers=("DynamicLayer", "LinearAttentionLayer"), stateful=True),
+    CacheKind("hybrid", _falcon_h1, layers=("LinearAttentionAndFullAttentionLayer",), stateful=True),
+    CacheKind(
+        "hybrid-static", _falcon_h1, _static, layers=("LinearAttentionAndStaticFullAttentionLayer",), stateful=True
+    ),
+    CacheKind("indexed", _glm_dsa, layers=("DynamicIndexedLayer",)),
 ]
 if hasattr(cache_utils, "Fp8QuantizedLayer"):
     KINDS.append(CacheKind("fp8", _llama, _fp8, layers=("Fp8QuantizedLayer",), stateful=True))
@@ -151,8 +182,8 @@ def check_round_trip(kind: CacheKind, parker: CacheParker, scribble: Callable[[]
     assert type(restored) is type(cache)
     assert cache_bytes(restored) == before
     assert go_on(model, restored, token, STEPS) == expected
-    into = kind.new_cache(model)  # one that has read something else before
-    read_into(model, into, PROMPT[::-1][:77])
+    into = kind.new_cache(model)  # one that has read something else before, and more of it
+    read_into(model, into, LONGER)
     again, _ = parker.restore("a", into=into)
     assert again is into
     assert cache_bytes(again) == before
