@@ -177,7 +177,8 @@ def kind_of(layer: Layer, where: str) -> LayerKind:
 
 def capacity_of(layer: Layer) -> int | None:
     """The most tokens that a layer can hold; None where it grows or keeps a window."""
-    return int(layer.max_cache_len) if isinstance(_KINDS.get(type(layer)), Static) and not layer.is_sliding else None
+    fixed = isinstance(layer, cache_utils.StaticLayer) and not layer.is_sliding
+    return int(layer.max_cache_len) if fixed else None
 
 
 def check_target(layer: Layer, form: LayerForm, where: str) -> None:

@@ -203,6 +203,11 @@ def _containers(layer: Layer, where: str) -> tuple[object, object]:
     """What the layer keeps its keys and its values in."""
     if getattr(layer, "_pending_beam_idx", None) is not None:
         raise UsageError("bad_value", f"{where} is to be reordered for beams: it cannot be parked")
+    beside = [name for name, value in vars(layer).items() if name not in _VARYING and isinstance(value, torch.Tensor)]
+    if beside:
+        raise UsageError(
+            "bad_value", f"{where} keeps {', '.join(beside)} beside its keys and values: it cannot be parked"
+        )
     containers = getattr(layer, "_quantized_keys", None), getattr(layer, "_quantized_values", None)
     if not layer.is_initialized or None in containers:
         raise UsageError("bad_value", f"{where} of the cache is empty")

@@ -152,8 +152,9 @@ def test_a_busy_slot_keeps_its_states() -> None:
         assert engine.pool_bytes() == before
 
 
-def test_a_cache_that_is_too_short_is_refused_before_anything_is_asked_for() -> None:
-    kind = _kind("static")
+@pytest.mark.parametrize("name", ["static", "linear-and-static", "hybrid-static"])
+def test_a_cache_that_is_too_short_is_refused_before_anything_is_written(name: str) -> None:
+    kind = _kind(name)
     model = kind.model()
     short = StaticCache(config=model.config, max_cache_len=len(PROMPT) - 1)
     with pytest.raises(UsageError, match=f"the cache holds {len(PROMPT) - 1} tokens"):
@@ -161,7 +162,10 @@ def test_a_cache_that_is_too_short_is_refused_before_anything_is_asked_for() -> 
             FakeParkingClient(), model, namespace="n", revision="r", max_tokens=MAX_TOKENS, new_cache=lambda: short
         )
     with parking(kind) as (parker, engine):
-        parker.park("a", _read(kind, PROMPT), PROMPT)
+        cache = _read(kind, PROMPT[:50])
+        parker.checkpoint(cache, PROMPT[:50])
+        read_into(model, cache, PROMPT[50:])
+        parker.park("a", cache, PROMPT)
         before = engine.pool_bytes()
         with pytest.raises(UsageError) as caught:
             parker.restore("a", into=short)
@@ -170,7 +174,7 @@ def test_a_cache_that_is_too_short_is_refused_before_anything_is_asked_for() -> 
             parker.restore("a", into=short, tokens=len(PROMPT))
         assert engine.pool_bytes() == before
         restored, count = parker.restore("a", into=short, tokens=50)
-        assert (count, int(restored.get_seq_length())) == (50, 50)
+        assert (count, int(restored.get_seq_length(len(restored.layers) - 1))) == (50, 50)
 
 
 def test_memory_of_a_fixed_length_stays_where_it_is() -> None:
@@ -189,6 +193,18 @@ def test_memory_of_a_fixed_length_stays_where_it_is() -> None:
             parker.park("a", _read(kind, PROMPT), PROMPT)
             parker.restore("a", into=into)
         assert addresses(into) == before
+
+
+def test_a_cache_that_was_made_in_inference_mode_is_filled_outside_of_it() -> None:
+    for name in ("static", "static-window", "linear-and-static"):
+        kind = _kind(name)
+        with torch.inference_mode():
+            into = _read(kind, LONGER)
+        cache = _read(kind, PROMPT)
+        with parking(kind) as (parker, _):
+            parker.park("a", cache, PROMPT)
+            parker.restore("a", into=into)
+        assert cache_bytes(into) == cache_bytes(cache)
 
 
 def test_memory_of_another_batch_is_not_filled() -> None:
@@ -220,6 +236,10 @@ def test_what_a_layer_keeps_beside_is_refused() -> None:
         layer._pending_beam_idx = torch.tensor([0])
     with parking(int8) as (parker, _), pytest.raises(UsageError, match="beams"):
         parker.park("a", reordered, PROMPT)
+    adding: Any = _read(int8, PROMPT)
+    adding.layers[2].outliers = torch.zeros(3)
+    with parking(int8) as (parker, _), pytest.raises(UsageError, match="layer 2 keeps outliers beside"):
+        parker.park("a", adding, PROMPT)
     full = _kind("full")
     moving = _read(full, PROMPT)
     moving.offloading = True

@@ -26,6 +26,7 @@ STATE = TensorForm("conv_states 0", CPU, torch.float32, (1, 5, 2))
 FORMS = [
     LayerForm("full", (KEYS, VALUES)),
     LayerForm("window", (KEYS, VALUES), window_tokens=6),
+    LayerForm("keeps nothing"),
     LayerForm("linear", (), (STATE,)),
     LayerForm("both", (KEYS,), (STATE,)),
 ]
@@ -122,7 +123,7 @@ def test_a_window_longer_than_the_slot_takes_no_more_than_the_slot() -> None:
 
 
 def test_a_stage_may_hold_states_only() -> None:
-    forms = [FORMS[2]]
+    forms = [FORMS[3]]
     stage, layout, _ = _stage(forms)
     assert layout.groups == ()
     assert stage.rows(0, 9) == []
