@@ -26,7 +26,7 @@ def test_the_oldest_gives_way() -> None:
 
 
 def test_a_position_is_kept_once() -> None:
-    kept, cache = KeptStates(slots=1, kept=2), DynamicCache()
+    kept, cache = KeptStates(slots=1, kept=3), DynamicCache()
     kept.note(0, cache, TOKENS[:10])
     kept.note(0, cache, TOKENS[:20])
     again = kept.note(0, cache, TOKENS[:10])
