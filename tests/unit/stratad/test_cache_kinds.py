@@ -24,8 +24,8 @@ from tests.support.cache_kinds import (
     decoded,
 )
 from tests.support.fake_parking import FakeParkingClient, FakeParkingEngine
-from tests.support.quantisers import RESIDUAL, PackedCache
-from tests.support.tiny_models import PROMPT, cache_bytes, go_on, read_into
+from tests.support.quantisers import RESIDUAL, Int8Layer, PackedCache
+from tests.support.tiny_models import PROMPT, cache_bytes, go_on, read_into, tiny_model
 
 
 @contextmanager
@@ -270,6 +270,36 @@ def test_other_settings_of_a_quantiser_are_refused() -> None:
         with pytest.raises(UsageError, match="q_group_size"):
             parker.restore("a", into=other)
         assert len(engine.calls) == 1
+
+
+def test_another_quantiser_with_the_same_settings_is_refused_by_name() -> None:
+    class Renamed(Int8Layer):  # type: ignore[no-untyped-call] # of transformers
+        """May pack in any other way."""
+
+    kind = _kind("int8")
+    cache = kind.new_cache(kind.model())
+    cache.layers[3] = Renamed()
+    read_into(kind.model(), cache, PROMPT)
+    with parking(kind) as (parker, engine):
+        with pytest.raises(UsageError, match="layer 3 is a Renamed"):
+            parker.park("a", cache, PROMPT)
+        assert engine.calls == []
+
+
+def test_groups_larger_than_a_token_are_served() -> None:
+    """The quantiser of this cache cannot take a single token: 64 elements a group, 32 a token."""
+    kind = CacheKind("wide", tiny_model, lambda model: PackedCache(model.config, q_group_size=64))
+    model, tokens = tiny_model(), PROMPT[:100]
+    client = FakeParkingClient()
+    with CacheParker.register(
+        client, model, namespace="n", revision="r", max_tokens=MAX_TOKENS, new_cache=lambda: kind.new_cache(model)
+    ) as parker:
+        assert client.engine is not None
+        cache = kind.new_cache(model)
+        read_into(model, cache, tokens)
+        parker.park("a", cache, tokens)
+        client.engine.scribble()
+        assert cache_bytes(parker.restore("a")[0]) == cache_bytes(cache)
 
 
 def test_a_container_that_its_quantiser_would_not_make_is_refused() -> None:

@@ -307,6 +307,14 @@ def test_the_fingerprint_tells_models_and_caches_apart() -> None:
     again.config.rope_parameters = {"rope_type": "default", "rope_theta": 1.0}
     assert _fingerprint(again)["model"] != base["model"]
     assert isinstance(again.config, LlamaConfig)
+
+    def other_axis() -> PackedCache:
+        """The same tensors, which mean something else."""
+        cache = PackedCache(model.config)
+        for layer in cache.layers:
+            layer.axis_key = 1  # type: ignore[union-attr] # every layer is a `PackedLayer`
+        return cache
+
     formats = {
         _fingerprint(model, new_cache=make)["kv_format"]
         for make in (
@@ -315,6 +323,7 @@ def test_the_fingerprint_tells_models_and_caches_apart() -> None:
             lambda: Int8Cache(model.config),
             lambda: PackedCache(model.config),
             lambda: PackedCache(model.config, q_group_size=32),
+            other_axis,
         )
     }
-    assert len(formats) == 5
+    assert len(formats) == 6
