@@ -1,10 +1,13 @@
-# Sourced by the other scripts here, never run: `ensure_venv EXTRA...` makes .venv in the checkout and installs into it.
+# Sourced by the other scripts here, never run: `ensure_venv EXTRA...` makes .venv in the checkout and installs into it,
+# `ensure_old_venv EXTRA...` does so with .venv-old, which has the older generation of the model library.
 #
 # Needs Python 3.11 or newer and pip; works as root or not, asks nothing, and is over at once when nothing changed since
 # the last time. PYTHON=/path/to/python picks another interpreter.
 
 checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$checkout/.venv
+old_venv=$checkout/.venv-old
+constraints=constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore PYTHONNOUSERSITE=1
 
 _say() { printf 'stratad: %s\n' "$*" >&2; }
@@ -46,7 +49,7 @@ _make_venv() {
 
 # What the installation depends on, as one word.
 _recipe() {
-  "$venv/bin/python" - "$checkout/pyproject.toml" "$checkout/constraints.txt" <<'PYTHON'
+  "$venv/bin/python" - "$checkout/pyproject.toml" "$checkout/$constraints" <<'PYTHON'
 import hashlib, pathlib, sys
 state = hashlib.sha256((sys.version + sys.prefix).encode())
 for name in sys.argv[1:]:
@@ -67,20 +70,25 @@ _install() {
     return 0
   fi
   _say "installing stratad[$extras] into $venv (minutes the first time)"
-  if ! (cd "$checkout" && "$venv/bin/python" -m pip install --quiet -c constraints.txt -e ".[$extras]") >&2; then
+  if ! (cd "$checkout" && "$venv/bin/python" -m pip install --quiet -c "$constraints" -e ".[$extras]") >&2; then
     _say "the installation failed; see pip's words above"
     return 1
   fi
   printf '%s\n' "$recipe" >"$stamp"
 }
 
-# ensure_venv EXTRA...: exit status 0 when .venv holds the package with these extras. One run at a time in a checkout.
+# ensure_venv EXTRA...: exit status 0 when $venv holds the package with these extras. One run at a time in a checkout.
 ensure_venv() {
   local extras
   extras=$(IFS=,; printf '%s' "$*")
   if command -v flock >/dev/null 2>&1; then
-    (flock 9 && _install "$extras") 9>"$checkout/.venv.lock"
+    (flock 9 && _install "$extras") 9>"$venv.lock"
   else
     (_install "$extras")
   fi
+}
+
+ensure_old_venv() {
+  local venv=$old_venv constraints=constraints-old.txt
+  ensure_venv "$@"
 }

@@ -1,20 +1,37 @@
 #!/usr/bin/env bash
-# Every check in order; the first that fails ends it with its exit status. Arguments go on to pytest.
+# Every check in order; the first that fails ends it with its exit status. Other arguments go on to pytest.
+#
+# --old-transformers   afterwards, the adapter's tests once more in an environment of their own, .venv-old, that has the
+#                      older generation of transformers (constraints-old.txt)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
+
+old=
+arguments=()
+for argument in "$@"; do
+  if [ "$argument" = --old-transformers ]; then old=1; else arguments+=("$argument"); fi
+done
+
 ensure_venv transformers test lint
 cd "$checkout"
-export PATH=$venv/bin:$PATH
 
 check() {
   printf '== %s\n' "$*" >&2
   "$@"
 }
 
-check ruff check .
-check ruff format --check .
-check mypy
-check basedpyright
-check lint-imports
-printf '== pytest %s\n' "$*" >&2
-exec pytest "$@"
+(
+  export PATH=$venv/bin:$PATH
+  check ruff check .
+  check ruff format --check .
+  check mypy
+  check basedpyright
+  check lint-imports
+  check pytest ${arguments[@]+"${arguments[@]}"}
+)
+if [ -n "$old" ]; then
+  ensure_old_venv transformers test
+  check "$old_venv/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} \
+    tests/unit/stratad/test_{cache_api,cache_kinds,containers,engine_models,kept_states,kv_planes,transformers_adapter}.py \
+    tests/integration/test_{cache_kinds,engine_process,transformers}.py
+fi

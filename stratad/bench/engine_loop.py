@@ -46,8 +46,9 @@ from stratad.bench.engine_wire import (
     Restored,
 )
 from stratad.client import Client
-from stratad.engines.kv_planes import layout_for
-from stratad.engines.model_layers import forward, observe_layers
+from stratad.engines.cache_api import forward
+from stratad.engines.kv_planes import token_bytes
+from stratad.engines.model_layers import observe_layers
 from stratad.engines.models import RANDOM_PREFIX, ModelError, load_dir, random_model, weights_revision
 from stratad.engines.transformers import CacheParker
 from stratad.errors import StratadError, UsageError
@@ -63,7 +64,7 @@ class Conversation:
     """One conversation in a slot: `tokens` are those in `cache`; `next_token` was chosen and not read yet."""
 
     slot: int
-    cache: transformers.DynamicCache
+    cache: transformers.Cache
     tokens: list[int]
     next_token: int
 
@@ -191,13 +192,19 @@ class LanguageEngine:
         return self._parker
 
 
-def _signature(cache: transformers.DynamicCache) -> str:
-    """SHA-256 over the bytes of every layer's keys and values."""
+def _signature(cache: transformers.Cache) -> str:
+    """SHA-256 over the bytes of every layer's keys, values and states."""
     hashed = hashlib.sha256()
     for layer in cache.layers:
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-            assert isinstance(tensor, torch.Tensor), "a cache that has read a prompt holds every layer"
-            hashed.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        states = [getattr(layer, name, {}).values() for name in ("conv_states", "recurrent_states")]
+        held = [
+            getattr(layer, "keys", None),
+            getattr(layer, "values", None),
+            *(state for part in states for state in part),
+        ]
+        for tensor in held:
+            if isinstance(tensor, torch.Tensor):
+                hashed.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
 
 
@@ -292,7 +299,7 @@ def _start(chosen: argparse.Namespace) -> tuple[LanguageEngine, Ready]:
         gpu_uuid=_gpu_uuid(device),
         layers=int(model.config.num_hidden_layers),
         vocabulary=int(model.config.vocab_size),
-        token_bytes=layout_for(observe_layers(model), 1).groups[0].row_bytes,
+        token_bytes=token_bytes(observe_layers(model)),
         stages=list(parker.stage_devices) if parker is not None else [],
         hardware=_hardware(model.device),
         threads=torch.get_num_threads(),

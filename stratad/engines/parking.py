@@ -1,12 +1,11 @@
 """What the adapters need of `stratad.client`, so that an adapter can be tried without a daemon."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from ipc.messages import Captured, Restored, Welcome
+from stratad.client import GroupRows
 from stratad.pools import StagePool
-
-Runs: TypeAlias = Sequence[tuple[int, int]]
 
 
 class CaptureTicket(Protocol):
@@ -38,7 +37,7 @@ class RestoreTicket(Protocol):
 
 
 class Found(Protocol):
-    """What `lookup` found: the first `tokens` of the asked ones are in the image of `conversation`."""
+    """What `lookup` found: the first `tokens` of the asked ones can be restored from the image of `conversation`."""
 
     @property
     def conversation(self) -> str:
@@ -55,23 +54,49 @@ class ParkingEngine(Protocol):
     """What the adapter needs of a registered engine of `stratad.client`."""
 
     def capture(
-        self, conversation: str, tokens: Sequence[int], rows: Runs, slot: int, *, deadline_s: float
+        self,
+        conversation: str,
+        tokens: Sequence[int],
+        rows: None,
+        slot: int,
+        *,
+        rows_by_stage: Sequence[GroupRows],
+        checkpoints: Sequence[tuple[int, int]] = (),
+        deadline_s: float,
     ) -> CaptureTicket:
-        """Start to capture rows."""
+        """Start to capture rows, and the states that lie in the state slots of `checkpoints` (position, state slot)."""
         ...
 
     def restore(
-        self, conversation: str, rows: Runs, slot: int, *, tokens: int = -1, deadline_s: float
+        self,
+        conversation: str,
+        rows: None,
+        slot: int,
+        *,
+        rows_by_stage: Sequence[GroupRows],
+        tokens: int = -1,
+        deadline_s: float,
     ) -> RestoreTicket:
-        """Start to fill rows: exactly those of `tokens`, or as many of the first as all tokens (-1) need."""
+        """Start to fill rows: exactly those of `tokens`, or as many of the first as all tokens (-1) need; the state at
+        that position goes to state slot `slot`.
+        """
         ...
 
-    def take(self, conversation: str, rows: Runs, slot: int, *, tokens: int = -1, deadline_s: float) -> RestoreTicket:
-        """Start to fill rows; the image is given up afterwards."""
+    def take(
+        self,
+        conversation: str,
+        rows: None,
+        slot: int,
+        *,
+        rows_by_stage: Sequence[GroupRows],
+        tokens: int = -1,
+        deadline_s: float,
+    ) -> RestoreTicket:
+        """Like `restore`; the image is given up afterwards."""
         ...
 
     def lookup(self, tokens: Sequence[int], *, deadline_s: float | None = None) -> Found | None:
-        """Longest published prefix."""
+        """The longest published prefix that can be restored."""
         ...
 
     def unregister(self, *, deadline_s: float | None = None) -> None:

@@ -1,25 +1,48 @@
 """Parking the conversations of a transformers model whose layers are split over stages.
 
-A `CacheParker` owns one pool a stage. `park` copies a `DynamicCache` into a slot's rows and captures them; `restore`
-has the daemon fill a slot's rows and builds a new `DynamicCache` out of them. A cache never shares memory with a pool,
-so a conversation may go on while its capture runs, and a slot is busy only as long as its last operation::
+A `CacheParker` owns one pool a stage. `park` copies a cache into a slot's rows and state slots and captures them;
+`restore` has the daemon fill a slot and makes a new cache of it, of the same kind. A cache never shares memory with a
+pool, so a conversation may go on while its capture runs, and a slot is busy only as long as its last operation::
 
-    DynamicCache --write--> rows of the slot --capture--> image --restore--> rows of the slot --read--> DynamicCache
+    cache --write--> rows, state of the slot --capture--> image --restore--> rows, state of the slot --read--> cache
 
-First form: every layer must be a plain `DynamicLayer` (full attention, batch of one). Other kinds are refused by name,
-because their keys and values are not all there is to restore (a window's position, recurrent state).
+Which kinds of layers there are, and what is parked of each, stands in `stratad.engines.layer_kinds`. A kind that is not
+known is refused by its name, because its tensors may not be all there is to restore.
+
+A state (linear attention) exists at the newest token only. `park` makes a checkpoint of it there; `checkpoint` keeps
+one of an earlier token, and the next `park` of the same cache takes it along. An image can be restored at its
+checkpoints, and without states at any token that no window has passed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from shm.layout import StageLayout
-from stratad.engines.kv_planes import StagePlanes, layout_for, pool_bytes_for
-from stratad.engines.model_layers import fingerprint_of, layer_form, observe_layers, plain_layers, split_layers
+from stratad.client import GroupRows
+from stratad.engines.checkpoints import KeptStates
+from stratad.engines.kv_planes import (
+    LayerContent,
+    LayerForm,
+    StagePlanes,
+    layout_for,
+    pool_bytes_for,
+    state_bytes,
+    token_bytes,
+)
+from stratad.engines.model_layers import (
+    NewCache,
+    check_cache,
+    contents_of,
+    fill_cache,
+    fingerprint_of,
+    observe_layers,
+    room_of,
+    split_layers,
+)
 from stratad.engines.parking import CaptureTicket, Found, ParkingClient, ParkingEngine, RestoreTicket
 from stratad.errors import Busy, UsageError
 from stratad.pools import CpuPool, StagePool
@@ -33,7 +56,7 @@ class CacheParker:
     Attributes:
         slots, max_tokens: slots of every pool, and the tokens that one holds.
         stage_devices: the device of every stage, as it was registered.
-        token_bytes: K/V bytes of one token over all stages.
+        token_bytes, state_bytes: bytes of one token and of one state over all stages.
     """
 
     def __init__(
@@ -42,19 +65,23 @@ class CacheParker:
         planes: Sequence[StagePlanes],
         stages: Sequence[StagePool],
         *,
-        config: PreTrainedConfig,
+        new_cache: NewCache,
+        kept: KeptStates,
         slots: int,
         max_tokens: int,
     ) -> None:
         """Use `register`; this takes what that has made."""
+        self._forms: Final = [form for stage in planes for form in stage.forms]
         self.slots: Final = slots
         self.max_tokens: Final = max_tokens
         self.stage_devices: Final = tuple(stage.device for stage in stages)
-        self.token_bytes: Final = sum(layout_for(stage.forms, 1).groups[0].row_bytes for stage in planes)
+        self.token_bytes: Final = token_bytes(self._forms)
+        self.state_bytes: Final = state_bytes(self._forms)
         self._engine: Final = engine
         self._planes: Final = tuple(planes)
         self._pools: Final = tuple(_cpu_pools(stages))
-        self._config: Final = config
+        self._new_cache: Final = new_cache
+        self._kept: Final = kept
         self._last: dict[int, CaptureTicket | RestoreTicket] = {}  # by slot: what may still touch its rows
 
     @classmethod
@@ -70,12 +97,14 @@ class CacheParker:
         slots: int = 1,
         devices: Sequence[str] = (),
         name: str = "transformers",
+        new_cache: NewCache | None = None,
+        kept_checkpoints: int = 1,
     ) -> Self:
         """Allocate the pools and register them.
 
         Args:
             client: a connected client.
-            model: a causal model in its final place and element type; one token is run through it to see its K/V.
+            model: a causal model in its final place and element type; one token is run through it to see its cache.
             namespace: whose conversations these are.
             revision: what tells these weights from others of the same form (a commit, a hash).
             max_tokens: tokens that a slot can hold.
@@ -83,60 +112,98 @@ class CacheParker:
             slots: slots of every pool.
             devices: the daemon's device of each stage, for a model on the CPU (default ``cpu:0``, ``cpu:1``, ...).
             name: what the daemon shows as the engine.
+            new_cache: makes an empty cache of the kind to be parked (default: a `DynamicCache` of the model).
+            kept_checkpoints: earlier states that `checkpoint` can keep for each slot, for a model that has states.
 
         Raises:
             UsageError: a layer kind, form or split that cannot be parked.
             StratadError: the daemon refused the registration.
         """
-        if slots < 1 or max_tokens < 1:
-            raise UsageError("bad_value", f"slots and max_tokens must be at least 1, got {slots} and {max_tokens}")
-        split = split_layers(observe_layers(model), stages)
+        for what, value, least in (("slots", slots, 1), ("max_tokens", max_tokens, 1), ("kept", kept_checkpoints, 0)):
+            if value < least:
+                raise UsageError("bad_value", f"{what} must be at least {least}, got {value}")
+        make = new_cache or (lambda: DynamicCache(config=model.config))
+        forms = observe_layers(model, make)
+        room = room_of(make())
+        if room is not None and room < max_tokens:
+            raise UsageError("bad_value", f"max_tokens is {max_tokens}, but the cache holds {room} tokens")
+        split = split_layers(forms, stages)
         if devices and len(devices) != len(split):
             raise UsageError("bad_value", f"{len(devices)} devices were named for {len(split)} stages")
+        kept = KeptStates(slots, kept_checkpoints if all(form.rewinds for form in forms) else 0)
+        fingerprint = fingerprint_of(model, forms, make(), revision)
         made: list[StagePool] = []
         planes: list[StagePlanes] = []
         try:
-            for number, forms in enumerate(split):
-                layout = layout_for(forms, slots * max_tokens, client.welcome.chunk_tokens)
-                made.append(_allocate(layout, forms[0].device, devices[number] if devices else f"cpu:{number}"))
-                planes.append(StagePlanes(forms, slots * max_tokens, _bytes_of(made[-1])))
+            for number, part in enumerate(split):
+                layout = layout_for(
+                    part,
+                    slots=slots,
+                    max_tokens=max_tokens,
+                    state_slots=kept.state_slots,
+                    chunk_tokens=client.welcome.chunk_tokens,
+                )
+                made.append(_allocate(layout, _device_of(part), devices[number] if devices else f"cpu:{number}"))
+                planes.append(StagePlanes(part, layout, _bytes_of(made[-1]), max_tokens))
                 planes[-1].sign()
-            fingerprint = fingerprint_of(model, split[0][0].dtype, revision)
             engine = client.register(engine=name, namespace=namespace, fingerprint=fingerprint, stages=made)
         except BaseException:
             planes.clear()
             for pool in _cpu_pools(made):
                 pool.close()
             raise
-        return cls(engine, planes, made, config=model.config, slots=slots, max_tokens=max_tokens)
+        return cls(engine, planes, made, new_cache=make, kept=kept, slots=slots, max_tokens=max_tokens)
+
+    def checkpoint(
+        self, cache: Cache, token_ids: Sequence[int], *, slot: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> None:
+        """Keep the state of `cache` after these tokens, which it holds now, for the next `park` of this very cache.
+
+        A slot keeps as many as `kept_checkpoints` of `register` said; the oldest is dropped. A model without states
+        needs none, and nothing is done.
+
+        Raises:
+            UsageError: the cache is not of the registered form, or nothing can be kept of it.
+            Busy: an earlier operation still read the slot's states at the deadline.
+        """
+        contents = self._contents(cache, token_ids)
+        if not self.state_bytes:
+            return
+        if not self._kept.room:
+            raise UsageError("bad_value", "no earlier state can be kept: kept_checkpoints is 0, or the kind of cache")
+        self._free_slot(slot, deadline_s)
+        state_slot = self._kept.note(slot, cache, token_ids)
+        for stage, layers in self._by_stage(contents):
+            stage.write_states(state_slot, layers)
 
     def park(
         self,
         conversation: str,
-        cache: DynamicCache,
+        cache: Cache,
         token_ids: Sequence[int],
         *,
         slot: int = 0,
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> CaptureTicket:
-        """Copy `cache` into the slot's rows and start to capture them; the ticket's `result` waits for the image.
+        """Copy `cache` into the slot and start to capture it; the ticket's `result` waits for the image.
 
-        `token_ids` are the tokens that the cache holds, one for each position. The cache is only read, and on a CPU
+        `token_ids` are the tokens that the cache has read, one for each position. The cache is only read, and on a CPU
         free when this returns; on a GPU the copies are on its current stream, as the model's own work is.
 
         Raises:
-            UsageError: the cache is not of the registered form, or does not hold as many tokens.
+            UsageError: the cache is not of the registered form, or has not read as many tokens.
             Busy: an earlier operation still had the slot's rows at the deadline.
             StratadError: the daemon is lost.
         """
-        first = self._free_slot(slot, deadline_s)
+        self._free_slot(slot, deadline_s)
         tokens = len(token_ids)
-        if not 0 < tokens <= self.max_tokens:
-            raise UsageError("bad_tokens", f"a slot holds 1 to {self.max_tokens} tokens, got {tokens}")
-        layers = self._layers_of(cache, tokens)
-        for stage in self._planes:
-            stage.write(first, [layers.pop(0) for _ in stage.forms])
-        ticket = self._engine.capture(conversation, token_ids, [(first, tokens)], slot, deadline_s=deadline_s)
+        for stage, layers in self._by_stage(self._contents(cache, token_ids)):
+            stage.write(slot, tokens, layers)
+        checkpoints = [*self._kept.of(slot, cache, token_ids), (tokens, slot)] if self.state_bytes else []
+        rows = self._rows(slot, tokens)
+        ticket = self._engine.capture(
+            conversation, token_ids, None, slot, rows_by_stage=rows, checkpoints=checkpoints, deadline_s=deadline_s
+        )
         self._last[slot] = ticket
         return ticket
 
@@ -146,33 +213,36 @@ class CacheParker:
         *,
         slot: int = 0,
         tokens: int | None = None,
+        into: Cache | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
-    ) -> tuple[DynamicCache, int]:
-        """A new cache with the first `tokens` tokens (None: all) of the conversation's image, and how many those are.
+    ) -> tuple[Cache, int]:
+        """A cache with the first `tokens` tokens (None: all) of the conversation's image, and how many those are.
 
-        Every byte was verified before it reached the slot. The image stays.
+        Every byte was verified before it reached the slot. The image stays. The cache is a new one, or `into`: one of
+        the registered kind whose former tokens are forgotten; memory of a fixed length is filled in place.
 
         Raises:
-            UsageError: no such conversation or slot.
+            UsageError: no such conversation or slot; no checkpoint at `tokens` (code ``no_checkpoint``); `into` is of
+                another kind, or shorter than the image (code ``bad_rows``).
             Damaged: the image is no longer what was captured: read the prompt again.
             Busy: an earlier operation still had the slot's rows at the deadline.
             StratadError: whatever else the daemon says.
         """
-        first, rows = self._rows_for(slot, tokens, deadline_s)
-        asked = -1 if tokens is None else tokens
-        ticket = self._engine.restore(conversation, rows, slot, tokens=asked, deadline_s=deadline_s)
-        return self._restored(ticket, slot, first)
+        return self._fetch(self._engine.restore, conversation, slot, tokens=tokens, into=into, deadline_s=deadline_s)
 
     def take(
-        self, conversation: str, *, slot: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
-    ) -> tuple[DynamicCache, int]:
+        self,
+        conversation: str,
+        *,
+        slot: int = 0,
+        into: Cache | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> tuple[Cache, int]:
         """Like `restore` of all tokens, and the image is given up once its bytes are in the slot."""
-        first, rows = self._rows_for(slot, None, deadline_s)
-        ticket = self._engine.take(conversation, rows, slot, deadline_s=deadline_s)
-        return self._restored(ticket, slot, first)
+        return self._fetch(self._engine.take, conversation, slot, tokens=None, into=into, deadline_s=deadline_s)
 
     def lookup(self, token_ids: Sequence[int]) -> Found | None:
-        """The longest published prefix of `token_ids`; None where there is none."""
+        """The longest published prefix of `token_ids` that can be restored; None where there is none."""
         return self._engine.lookup(token_ids)
 
     def close(self) -> None:
@@ -193,57 +263,66 @@ class CacheParker:
     ) -> None:
         self.close()
 
-    def _free_slot(self, slot: int, deadline_s: float) -> int:
-        """First row of a slot whose rows no worker can touch any more."""
+    def _free_slot(self, slot: int, deadline_s: float) -> None:
+        """Wait until no worker can touch a slot's rows and states any more."""
         if not 0 <= slot < self.slots:
             raise UsageError("bad_value", f"there are slots 0..{self.slots - 1}, got {slot}")
         last = self._last.get(slot)
         if last is not None and not last.wait_rows_free(deadline_s):
             raise Busy("rows_busy", f"the rows of slot {slot} are still used by an earlier operation")
         self._last.pop(slot, None)
-        return slot * self.max_tokens
 
-    def _rows_for(self, slot: int, tokens: int | None, deadline_s: float) -> tuple[int, list[tuple[int, int]]]:
-        """First row, and the rows of a slot that `tokens` tokens take (None: all of the slot's, of which an image takes
-        the first).
-        """
-        first = self._free_slot(slot, deadline_s)
-        if tokens is None:
-            tokens = self.max_tokens
+    def _contents(self, cache: Cache, token_ids: Sequence[int]) -> list[LayerContent]:
+        """The cache's tensors, checked."""
+        tokens = len(token_ids)
+        self._check_tokens(tokens)
+        return contents_of(cache, self._forms, tokens)
+
+    def _check_tokens(self, tokens: int) -> None:
         if not 0 < tokens <= self.max_tokens:
             raise UsageError("bad_tokens", f"a slot holds 1 to {self.max_tokens} tokens, got {tokens}")
-        return first, [(first, tokens)]
 
-    def _layers_of(self, cache: DynamicCache, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of every layer, checked against the registered forms."""
-        forms = [form for stage in self._planes for form in stage.forms]
-        layers = plain_layers(cache)
-        if len(layers) != len(forms):
-            raise UsageError("bad_value", f"the cache has {len(layers)} layers, the registered model {len(forms)}")
-        checked: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for number, (layer, form) in enumerate(zip(layers, forms, strict=True)):
-            keys, values = layer.keys, layer.values
-            if keys is None or values is None:
-                raise UsageError("bad_value", f"layer {number} of the cache is empty")
-            seen = layer_form(keys, values)
-            if seen != form:
-                raise UsageError("bad_value", f"layer {number} of the cache is {seen}, registered was {form}")
-            if keys.shape[0] != 1:
-                raise UsageError("bad_value", f"layer {number} holds a batch of {keys.shape[0]}, expected 1")
-            if keys.shape[2] != tokens or values.shape[2] != tokens:
-                raise UsageError("bad_tokens", f"layer {number} holds {keys.shape[2]} tokens, got {tokens} token ids")
-            checked.append((keys, values))
-        return checked
+    def _by_stage(self, contents: Sequence[LayerContent]) -> Iterable[tuple[StagePlanes, Sequence[LayerContent]]]:
+        """Each stage with what belongs to its layers."""
+        first = 0
+        for stage in self._planes:
+            yield stage, contents[first : first + len(stage.forms)]
+            first += len(stage.forms)
 
-    def _restored(self, ticket: RestoreTicket, slot: int, first: int) -> tuple[DynamicCache, int]:
+    def _rows(self, slot: int, tokens: int | None) -> list[GroupRows]:
+        """By stage, the rows of a slot that `tokens` tokens take (None: all of the slot's, of which an image takes the
+        first).
+        """
+        return [GroupRows(*([run] for run in stage.rows(slot, tokens))) for stage in self._planes]
+
+    def _fetch(
+        self,
+        fetch: Callable[..., RestoreTicket],
+        conversation: str,
+        slot: int,
+        *,
+        tokens: int | None,
+        into: Cache | None,
+        deadline_s: float,
+    ) -> tuple[Cache, int]:
+        self._free_slot(slot, deadline_s)
+        cache = self._new_cache() if into is None else into
+        check_cache(cache, self._forms)
+        room = room_of(cache)
+        most = self.max_tokens if room is None else min(room, self.max_tokens)
+        if tokens is not None:
+            self._check_tokens(tokens)
+            if tokens > most:
+                raise UsageError("bad_rows", f"the cache holds {most} tokens, asked were {tokens}")
+        # An image that is longer than the cache is refused for want of rows, before a byte moves.
+        rows = self._rows(slot, tokens if tokens is not None else most if most < self.max_tokens else None)
+        asked = -1 if tokens is None else tokens
+        ticket = fetch(conversation, None, slot, rows_by_stage=rows, tokens=asked, deadline_s=deadline_s)
         self._last[slot] = ticket
-        tokens = ticket.result().tokens
-        cache = DynamicCache(config=self._config)
-        tensors = [layer for stage in self._planes for layer in stage.read(first, tokens)]
-        for layer, (keys, values) in zip(plain_layers(cache), tensors, strict=True):
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
-        return cache, tokens
+        count = ticket.result().tokens
+        contents = [layer for stage in self._planes for layer in stage.read(slot, count)]
+        fill_cache(cache, self._forms, contents, count)
+        return cache, count
 
 
 def _allocate(layout: StageLayout, device: torch.device, cpu_device: str) -> StagePool:
@@ -251,6 +330,11 @@ def _allocate(layout: StageLayout, device: torch.device, cpu_device: str) -> Sta
     if device.type == "cpu":
         return StagePool(cpu_device, layout, CpuPool.allocate(pool_bytes_for(layout)))
     return StagePool(str(device), layout, torch.zeros(pool_bytes_for(layout), dtype=torch.uint8, device=device))
+
+
+def _device_of(forms: Sequence[LayerForm]) -> torch.device:
+    """Where the layers of a stage lie."""
+    return next(form.device for form in forms if form.device is not None)
 
 
 def _bytes_of(stage: StagePool) -> torch.Tensor:

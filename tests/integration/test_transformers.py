@@ -32,15 +32,15 @@ def test_parked_conversations_go_on_bit_for_bit() -> None:
                 expected[name] = (token, cache_bytes(cache), go_on(model, cache, token, 8))
         with daemon.client() as client, _register(client, slots=2) as parker:
             for slot, (name, (token, held, continued)) in enumerate(expected.items()):
-                cache, tokens = parker.restore(name, slot=slot)
+                restored, tokens = parker.restore(name, slot=slot)
                 assert tokens == len(PROMPT)
-                assert cache_bytes(cache) == held
-                assert go_on(model, cache, token, 8) == continued
+                assert cache_bytes(restored) == held
+                assert go_on(model, restored, token, 8) == continued
             found = parker.lookup([*PROMPT, 5])
             assert found is not None
             assert (found.conversation, found.tokens) == ("a", len(PROMPT))
-            cache, _ = parker.take("a")
-            assert cache_bytes(cache) == expected["a"][1]
+            taken, _ = parker.take("a")
+            assert cache_bytes(taken) == expected["a"][1]
             with pytest.raises(UsageError) as caught:
                 parker.restore("a")
             assert caught.value.code == "unknown_conversation"
