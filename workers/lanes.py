@@ -194,17 +194,13 @@ class _Run:
 
     def capture(self) -> list[bytes]:
         """Capture every slice; the digests of all chunks."""
-        plan, copier = self._plan, self._copier
+        copier = self._copier
         digests: list[bytes] = []
-        count = len(plan.slices)
-        for number in range(count):
-            self._between_slices()
-            if number == 0:
-                copier.begin_capture(0, plan.slice_work(0))
-            if number + 1 < count:
-                copier.begin_capture((number + 1) % 2, plan.slice_work(number + 1))
-            digests += copier.complete_capture(number % 2)
-            self._count(number)
+
+        def complete(number: int) -> None:
+            digests.extend(copier.complete_capture(number % 2))
+
+        self._slices(copier.begin_capture, complete)
         if copier.copies_behind:
             self._hooks.source_free()
         copier.drain()
@@ -212,38 +208,43 @@ class _Run:
 
     def copy(self) -> list[bytes]:
         """Copy every slice from rows to rows."""
-        plan, copier = self._plan, self._copier
-        count = len(plan.slices)
-        for number in range(count):
-            self._between_slices()
-            if number == 0:
-                copier.begin_capture(0, plan.slice_work(0))
-            if number + 1 < count:
-                copier.begin_capture((number + 1) % 2, plan.slice_work(number + 1))
+        copier = self._copier
+
+        def complete(number: int) -> None:
             # Counted before it is written, as in a restore; a slice that was found changed is counted for nothing.
             self._scattered = number + 1
-            copier.complete_copy(number % 2, plan.slice_work(number, written=True))
-            self._count(number)
+            copier.complete_copy(number % 2, self._plan.slice_work(number, written=True))
+
+        self._slices(copier.begin_capture, complete)
         copier.drain()
         return []
 
     def restore(self) -> list[bytes]:
         """Restore every slice."""
-        plan, copier = self._plan, self._copier
-        count = len(plan.slices)
-        for number in range(count):
-            self._between_slices()
-            if number == 0:
-                copier.begin_restore(0, plan.slice_work(0))
-            if number + 1 < count:
-                copier.begin_restore((number + 1) % 2, plan.slice_work(number + 1))
+        copier = self._copier
+
+        def complete(number: int) -> None:
             copier.verify_restore(number % 2)
             # Counted before the first byte is written: a scatter that fails halfway has touched its rows.
             self._scattered = number + 1
             copier.scatter_restore(number % 2)
-            self._count(number)
+
+        self._slices(copier.begin_restore, complete)
         copier.drain()
         return []
+
+    def _slices(self, begin: Callable[[int, SliceWork], None], complete: Callable[[int], None]) -> None:
+        """Take every slice through the copier's two slots, the next one begun before each is completed."""
+        plan = self._plan
+        count = len(plan.slices)
+        for number in range(count):
+            self._between_slices()
+            if number == 0:
+                begin(0, plan.slice_work(0))
+            if number + 1 < count:
+                begin((number + 1) % 2, plan.slice_work(number + 1))
+            complete(number)
+            self._count(number)
 
     def _between_slices(self) -> None:
         if self._hooks.stopped():

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from shm.rows import unpack_rows
-from stratad.client import Captured, Client, Copied, Restored, Ticket
+from stratad.client import Captured, Copied, Restored, Ticket
 from stratad.errors import StratadError, UsageError
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import FakeEngine, slot_layout
@@ -137,8 +137,8 @@ def test_transit_images_end_with_their_engine() -> None:
         wait_until(lambda: client.stats().published_bytes == 0)
 
 
-def test_poisoned_slots_and_busy_rows(client: Client) -> None:
-    with FakeEngine(client, LAYOUTS) as engine:
+def test_poisoned_slots_and_busy_rows() -> None:
+    with DaemonProcess("cpu:2") as daemon, daemon.client() as client, FakeEngine(client, LAYOUTS) as engine:
         engine.engine.mark(0, "poisoned")
         for start in (
             lambda: engine.engine.slot_direct(TOKENS, SOURCE, TARGET, slot=0, target_slot=1),
