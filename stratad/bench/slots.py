@@ -34,6 +34,8 @@ def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report
 def _round(_client: Client, source: CopySource, number: int) -> list[Row]:
     """Both ways from the first slot to the last, each beside its limits."""
     source.refill(number)
+    # The worker's first copy in a new pool also maps its pages: not at the cost of whichever way is first.
+    _direct(source)
     arms: list[Callable[[CopySource], list[Row]]] = [_direct, _host]
     if number % 2:  # neither way always has the warmer caches
         arms.reverse()
