@@ -1,4 +1,4 @@
-"""The copy benchmark's engine on a GPU; its limit is a page-locked copy of the same direction."""
+"""The copy benchmarks' engine on a GPU; its limits are page-locked copies, and a plain copy on the device."""
 
 from collections.abc import Sequence
 from typing import Final, Self
@@ -40,29 +40,35 @@ class CudaSource(CopyEngine):
         self.device_name: Final = torch.cuda.get_device_name(_DEVICE)
         self._pools = list(pools)
         self._expected = [torch.empty_like(pool) for pool in pools]
+        self._first_rows = torch.tensor(shape.row_numbers(0), device=_DEVICE)
+        self._last_rows = torch.tensor(shape.row_numbers(-1), device=_DEVICE)
         self._page_locked = torch.empty(min(_LIMIT_BYTES, shape.pool_bytes), dtype=torch.uint8, pin_memory=True)
 
     @classmethod
-    def register(cls, client: Client, layout: str, stages: int, image_bytes: int) -> Self:
+    def register(cls, client: Client, layout: str, stages: int, slot_bytes: int, slots: int) -> Self:
         """Allocate the pools and register them. Raises what the client raises."""
-        shape = copy_shape(layout, image_bytes // stages, client.welcome.chunk_tokens)
+        shape = copy_shape(layout, slot_bytes, client.welcome.chunk_tokens, slots)
         pools = [torch.empty(shape.pool_bytes, dtype=torch.uint8, device=_DEVICE) for _ in range(stages)]
         torch.cuda.synchronize()
         stage_pools = [StagePool(_DEVICE, shape.layout, pool) for pool in pools]
         return cls(register(client, stage_pools), pools, shape)
 
     def refill(self, number: int) -> None:
-        """New random bytes in every pool."""
+        """New random bytes in every pool, the last slot's like the first's."""
         torch.manual_seed(number)
         for pool, expected in zip(self._pools, self._expected, strict=True):
             expected.random_(0, 256)
+            # A plane at a time: the rows of all at once would need the room of another slot.
+            for plane in expected.view(self._shape.axes).unbind():
+                plane[self._last_rows] = plane[self._first_rows]
             pool.copy_(expected)
         torch.cuda.synchronize()
 
     def wipe(self) -> None:
-        """Zero every pool."""
+        """Zero the last slot of every pool."""
         for pool in self._pools:
-            pool.zero_()
+            for plane in pool.view(self._shape.axes).unbind():
+                plane[self._last_rows] = 0
         torch.cuda.synchronize()
 
     def is_exact(self) -> bool:
@@ -71,14 +77,22 @@ class CudaSource(CopyEngine):
         return all(torch.equal(pool, expected) for pool, expected in pairs)
 
     def limit_bytes_per_s(self, direction: str) -> float:
-        """The fastest of a few page-locked copies: the limit is what the link can do, not what it did once."""
+        """The fastest of a few plain copies: the limit is what the device can do, not what it did once."""
+        if direction == "direct":
+            size_bytes = self._shape.slot_bytes
+            # As for the host's: the bytes are those that the pools hold already.
+            copies = [
+                (expected[:size_bytes], pool[:size_bytes])
+                for expected, pool in zip(self._expected, self._pools, strict=True)
+            ]
+            return self.image_bytes / min(_timed_copies(copies) for _ in range(_LIMIT_REPEATS))
         on_device = self._expected[0][: self._page_locked.numel()]
         # The bytes that a copy to the device writes are those it holds already.
         self._page_locked.copy_(on_device)
         source, destination = on_device, self._page_locked
         if direction == "restore":
             source, destination = destination, source
-        best_s = min(_timed_copy(source, destination) for _ in range(_LIMIT_REPEATS))
+        best_s = min(_timed_copies([(source, destination)]) for _ in range(_LIMIT_REPEATS))
         return self._page_locked.numel() / best_s
 
     def close(self) -> None:
@@ -86,15 +100,16 @@ class CudaSource(CopyEngine):
         self.unregister()
         self._pools.clear()
         self._expected.clear()
-        self._page_locked = torch.empty(0)
+        self._first_rows = self._last_rows = self._page_locked = torch.empty(0)
         torch.cuda.empty_cache()
 
 
-def _timed_copy(source: torch.Tensor, destination: torch.Tensor) -> float:
-    """Seconds of one copy by the device's own clock."""
+def _timed_copies(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Seconds of copies from the first of each pair to the second, by the device's own clock."""
     start, end = _timing_event(), _timing_event()
     start.record()
-    destination.copy_(source, non_blocking=True)
+    for source, destination in copies:
+        destination.copy_(source, non_blocking=True)
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1000

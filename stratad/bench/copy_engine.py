@@ -1,8 +1,8 @@
-"""What the copy benchmark's engines have in common, whatever device their stages lie on."""
+"""What the copy benchmarks' engines have in common, whatever device their stages lie on."""
 
 from typing import Final
 
-from ipc.messages import Captured, Restored
+from ipc.messages import Captured, Copied, Restored
 from stratad.bench.copy_layout import CopyShape
 from stratad.bench.cpu_engine import FINGERPRINT, NAMESPACE, token_ids
 from stratad.client import Client, Engine
@@ -12,22 +12,42 @@ _DEADLINE_S: Final = 120.0
 
 
 class CopyEngine:
-    """A registered engine of which everything is captured and restored at once. The memory is its maker's."""
+    """A registered engine of which whole slots are moved, out of the first, into the last. The maker owns memory."""
 
     def __init__(self, engine: Engine, shape: CopyShape) -> None:
-        self.image_bytes: Final = shape.pool_bytes * len(engine.layouts)
+        self.image_bytes: Final = shape.slot_bytes * len(engine.layouts)
         self._engine = engine
         self._shape = shape
+        self._last = len(shape.slot_rows) - 1
         self._tokens = token_ids(shape.tokens, 0)
 
     def capture(self, conversation: str) -> Captured:
-        """Capture everything."""
-        ticket = self._engine.capture(conversation, self._tokens, rows=self._shape.rows, slot=0, deadline_s=_DEADLINE_S)
-        return ticket.result()
+        """Capture the first slot."""
+        rows = self._shape.slot_rows[0]
+        return self._engine.capture(conversation, self._tokens, rows=rows, slot=0, deadline_s=_DEADLINE_S).result()
 
     def restore(self, conversation: str) -> Restored:
-        """Restore everything."""
-        return self._engine.restore(conversation, rows=self._shape.rows, slot=0, deadline_s=_DEADLINE_S).result()
+        """Restore into the last slot."""
+        rows = self._shape.slot_rows[-1]
+        return self._engine.restore(conversation, rows=rows, slot=self._last, deadline_s=_DEADLINE_S).result()
+
+    def slot_direct(self) -> Copied:
+        """Copy the first slot to the last on the device."""
+        source, target = self._shape.slot_rows[0], self._shape.slot_rows[-1]
+        ticket = self._engine.slot_direct(
+            self._shape.tokens, source, target, slot=0, target_slot=self._last, deadline_s=_DEADLINE_S
+        )
+        return ticket.result()
+
+    def slot_to(self) -> Captured:
+        """Copy the first slot into its transit image."""
+        rows = self._shape.slot_rows[0]
+        return self._engine.slot_to(self._shape.tokens, rows, slot=0, deadline_s=_DEADLINE_S).result()
+
+    def slot_from(self) -> Restored:
+        """Copy the first slot's transit image into the last slot."""
+        rows = self._shape.slot_rows[-1]
+        return self._engine.slot_from(0, rows, slot=self._last, deadline_s=_DEADLINE_S).result()
 
     def unregister(self) -> None:
         """Have the daemon let go of the memory."""

@@ -1,4 +1,4 @@
-"""The two layouts that the copy benchmark moves: a slot cache of token rows, and a paged cache with shuffled blocks."""
+"""The two layouts that the copy benchmarks move: a slot cache of token rows, and a paged cache with shuffled blocks."""
 
 import random
 from dataclasses import dataclass
@@ -15,30 +15,53 @@ BLOCK_TOKENS: Final = 16
 
 @dataclass(frozen=True)
 class CopyShape:
-    """Shape of one stage: its layout, the rows to move in token order, and how many tokens they hold.
+    """Shape of one stage: its layout, each slot's rows in token order, and how many tokens a slot holds.
 
-    The pool is exactly `pool_bytes` long and every byte of it is in one of the rows.
+    The pool is exactly `pool_bytes` long, every byte of it is in one row of one slot, and it can be seen as an array of
+    ``plane, row, byte``, whose lengths are `axes`.
     """
 
     layout: StageLayout
-    rows: RowRuns
+    slot_rows: tuple[RowRuns, ...]
     tokens: int
-    pool_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return self.tokens * PLANES * TOKEN_BYTES
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slot_bytes * len(self.slot_rows)
+
+    @property
+    def axes(self) -> tuple[int, int, int]:
+        """Planes, rows, bytes a row."""
+        group = self.layout.groups[0]
+        return PLANES, group.rows, group.planes[0].row_bytes
+
+    def row_numbers(self, slot: int) -> list[int]:
+        """A slot's rows one by one, in token order."""
+        return [row for first, count in self.slot_rows[slot] for row in range(first, first + count)]
 
 
-def copy_shape(layout: str, stage_bytes: int, chunk_tokens: int) -> CopyShape:
-    """A stage of about `stage_bytes` bytes, a whole number of chunks.
+def copy_shape(layout: str, slot_bytes: int, chunk_tokens: int, slots: int = 1) -> CopyShape:
+    """A stage of `slots` slots of about `slot_bytes` bytes each, a whole number of chunks.
 
     Raises:
         ValueError: `layout` is neither ``slot`` nor ``paged``.
     """
-    tokens = max(1, stage_bytes // (PLANES * TOKEN_BYTES) // chunk_tokens) * chunk_tokens
+    tokens = max(1, slot_bytes // (PLANES * TOKEN_BYTES) // chunk_tokens) * chunk_tokens
     if layout == "slot":
-        plane_bytes = tokens * TOKEN_BYTES
-        planes = tuple(Plane(number * plane_bytes, TOKEN_BYTES, TOKEN_BYTES, tokens) for number in range(PLANES))
-        rows: RowRuns = ((0, tokens),)
+        plane_bytes = slots * tokens * TOKEN_BYTES
+        planes = tuple(
+            Plane(number * plane_bytes, TOKEN_BYTES, TOKEN_BYTES, slots * tokens) for number in range(PLANES)
+        )
+        slot_rows: tuple[RowRuns, ...] = tuple(((slot * tokens, tokens),) for slot in range(slots))
     elif layout == "paged":
-        blocks = tokens // BLOCK_TOKENS
+        slot_blocks = tokens // BLOCK_TOKENS
+        blocks = slots * slot_blocks
         row_bytes = BLOCK_TOKENS * TOKEN_BYTES
         planes = tuple(
             Plane(number * blocks * row_bytes, row_bytes, row_bytes, blocks, BLOCK_TOKENS, TOKEN_BYTES)
@@ -46,9 +69,7 @@ def copy_shape(layout: str, stage_bytes: int, chunk_tokens: int) -> CopyShape:
         )
         order = list(range(blocks))
         random.Random(blocks).shuffle(order)  # noqa: S311 - any order that is the same every time
-        rows = runs_of(order)
+        slot_rows = tuple(runs_of(order[first : first + slot_blocks]) for first in range(0, blocks, slot_blocks))
     else:
         raise ValueError(f"layout must be slot or paged, got {layout!r}")
-    return CopyShape(
-        StageLayout(one_group(planes), chunk_tokens=chunk_tokens), rows, tokens, tokens * PLANES * TOKEN_BYTES
-    )
+    return CopyShape(StageLayout(one_group(planes), chunk_tokens=chunk_tokens), slot_rows, tokens)

@@ -5,31 +5,48 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
+from stratad.bench.copy_cpu import CpuSource
+from stratad.bench.copy_rounds import ReplyT
 from stratad.bench.daemon import PrivateDaemon
-from stratad.version import package_hash
+from stratad.client import Captured, Copied, Restored
+from stratad.ctl.exit_codes import ExitCode
+from stratad.ctl.main import main
+from tests.support.bench import COMMAND, bench, check_slots
 from tests.support.wait import wait_until
 
-COMMAND = [sys.executable, "-P", "-m", "stratad.ctl", "bench"]
 
+class SpoiltSource(CpuSource):
+    """Slot copies of which the one named by `spoilt` leaves a wrong byte in the target or in the source."""
 
-def bench(*words: str) -> dict[str, Any]:
-    done = subprocess.run([*COMMAND, *words, "--json", "--quiet"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert {"bench", "hardware", "versions", "rows", "ratios"} <= report.keys()
-    assert report["bench"] == words[0]
-    assert report["versions"]["daemon_package_hash"] == report["versions"]["installed_package_hash"] == package_hash()
-    assert {row["round"] for row in report["rows"]} == {0, 1, 2}
-    return report
+    spoilt = ""
+
+    def slot_direct(self) -> Copied:
+        return self._spoil("direct", super().slot_direct)
+
+    def slot_to(self) -> Captured:
+        return self._spoil("to", super().slot_to)
+
+    def slot_from(self) -> Restored:
+        return self._spoil("from", super().slot_from)
+
+    def _spoil(self, op: str, copy: Callable[[], ReplyT]) -> ReplyT:
+        reply = copy()
+        if self.spoilt == f"{op}, nothing copied":
+            self.wipe()
+        for number, place in enumerate(("source", "target")):
+            if self.spoilt == f"{op}, {place}":
+                # The last byte of the slot in the last plane of the last pool.
+                plane = np.frombuffer(self._pools[-1].buffer, np.uint8).reshape(self._shape.axes)[-1]
+                plane[self._shape.row_numbers(number)[-1], -1] ^= 1
+        return reply
 
 
 def test_control() -> None:
@@ -69,6 +86,40 @@ def test_copy_on_cpu() -> None:
     for op in ("capture", "restore"):
         worst = min(row["over_limit"] for row in report["rows"] if row["op"] == op)
         assert report["ratios"][f"{op}_over_limit"] == worst
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_slots_on_cpu(stages: str) -> None:
+    check_slots(bench("slots", "--device", "cpu", "--image-mib", "16", "--stages", stages), "cpu")
+
+
+SPOILT = ["direct, nothing copied", "direct, source", "direct, target", "to, source", "from, source", "from, target"]
+
+
+@pytest.mark.parametrize("layout", ["slot", "paged"])
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_a_spoilt_slot_copy_fails_the_benchmark(
+    layout: str, spoilt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(SpoiltSource, "spoilt", spoilt)
+    monkeypatch.setattr("stratad.bench.copy_cpu.CpuSource", SpoiltSource)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        words = ["--device", "cpu", "--image-mib", "16", "--layouts", layout, "--json", "--quiet"]
+        assert main(["bench", "slots", *words]) == ExitCode.FAILED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    error = json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    assert (error["code"], error["exit_code"]) == ("damaged", ExitCode.FAILED)
+    assert ("slot_direct" if spoilt.startswith("direct") else "slot_to") in error["message"]
+
+
+@pytest.mark.parametrize("bench_name", ["copy", "slots"])
+@pytest.mark.parametrize("option", ["--stages", "--image-mib"])
+def test_no_copies_of_nothing(bench_name: str, option: str) -> None:
+    done = subprocess.run([*COMMAND, bench_name, option, "0"], capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.USAGE
+    assert f"{option} must be at least 1, got 0 [bad_value]" in done.stderr
 
 
 def test_the_daemons_log_is_appended_to() -> None:

@@ -1,0 +1,208 @@
+"""What the benchmarks of copies have in common: an engine on one device, a daemon of their own, and their rounds.
+
+Every destination is wiped before and compared after, by the benchmark itself.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+from ipc.messages import Captured, Copied, Restored
+from stratad.bench.daemon import PrivateDaemon
+from stratad.bench.progress import Progress
+from stratad.bench.report import Report, Row, column, worst_low
+from stratad.client import Client
+from stratad.ctl.exit_codes import ExitCode
+from stratad.ctl.output import CommandError
+
+LAYOUTS: Final = ("slot", "paged")
+_MIB: Final = 1 << 20
+_CUDA_DEFAULT_MIB: Final = 4096
+_CPU_DEFAULT_MIB: Final = 256
+# The image itself, the one that a later operation makes beside it, and room for granules.
+_BUDGET_IMAGES: Final = 2.25
+ReplyT = TypeVar("ReplyT", bound=Captured | Restored | Copied)
+
+
+class CopySource(Protocol):
+    """An engine whose stages lie on one device, with what a benchmark needs to know of that device.
+
+    Its pools hold one slot or several of the same size. Sources are the first slot, destinations the last.
+    """
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of one slot over all stages."""
+        ...
+
+    @property
+    def device_name(self) -> str:
+        """Name of the device for people."""
+        ...
+
+    def refill(self, number: int) -> None:
+        """Make all bytes unlike those of any round before, the last slot's like the first's, and remember them."""
+        ...
+
+    def capture(self, conversation: str) -> Captured:
+        """Capture the first slot, and wait for the published image."""
+        ...
+
+    def restore(self, conversation: str) -> Restored:
+        """Restore over the last slot, and wait for verified rows."""
+        ...
+
+    def slot_direct(self) -> Copied:
+        """Copy the first slot to the last on the device, and wait."""
+        ...
+
+    def slot_to(self) -> Captured:
+        """Copy the first slot into its transit image, and wait."""
+        ...
+
+    def slot_from(self) -> Restored:
+        """Copy the first slot's transit image into the last slot, and wait for verified rows."""
+        ...
+
+    def wipe(self) -> None:
+        """Zero all bytes of the last slot, and wait until that is done."""
+        ...
+
+    def is_exact(self) -> bool:
+        """Whether all pools, sources and destinations alike, hold the remembered bytes."""
+        ...
+
+    def limit_bytes_per_s(self, direction: str) -> float:
+        """Plain copy of this device, in the direction of ``capture`` or of ``restore``, or on the device (``direct``).
+
+        Call it after `refill`: what it writes are the remembered bytes.
+        """
+        ...
+
+    def close(self) -> None:
+        """Unregister, and give all memory back."""
+        ...
+
+
+@dataclass(frozen=True)
+class CopyBench:
+    """One benchmark: `measure` makes the rows of one round, `ratios` names the ratio of each ``op`` in them."""
+
+    name: str
+    slots: int
+    measure: Callable[[Client, CopySource, int], list[Row]]
+    ratios: dict[str, str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that these benchmarks share."""
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: cuda if there is one"
+    )
+    parser.add_argument("--stages", type=int, default=1, help="stages on the one device (default: 1)")
+    parser.add_argument(
+        "--image-mib", type=int, help=f"default: {_CUDA_DEFAULT_MIB} on cuda, {_CPU_DEFAULT_MIB} on cpu"
+    )
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all")
+
+
+def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -> Report:
+    """Run all rounds. Raises `CommandError` and what the client raises."""
+    on_cuda = args.device == "cuda" or (args.device == "auto" and Path("/proc/driver/nvidia/gpus").is_dir())
+    if args.image_mib is None:
+        args.image_mib = _CUDA_DEFAULT_MIB if on_cuda else _CPU_DEFAULT_MIB
+    for option, value in (("--stages", args.stages), ("--image-mib", args.image_mib)):
+        if value < 1:
+            raise CommandError(ExitCode.USAGE, "bad_value", f"{option} must be at least 1, got {value}")
+    image_bytes = args.image_mib * _MIB
+    settings = {
+        "daemon.devices": _first_gpu() if on_cuda else "cpu:1",
+        "ram.budget_bytes": str(int(_BUDGET_IMAGES * image_bytes) + 64 * _MIB),
+    }
+    rows: list[Row] = []
+    device_name = ""
+    with PrivateDaemon.start(settings) as daemon:
+        progress(f"{bench.name}: waiting for the daemon's workers")
+        client, _ = daemon.connect()
+        with client:
+            # Each layout has its turn in each round; one at a time holds device memory.
+            for number in range(args.rounds + 1):
+                for layout in args.layouts:
+                    when = f"round {number} of {args.rounds}" if number else "warm-up"
+                    progress(f"{bench.name}: {layout}, {when}")
+                    slot_bytes = image_bytes // args.stages
+                    with _source(client, layout, args.stages, slot_bytes, bench.slots, on_cuda=on_cuda) as source:
+                        found = bench.measure(client, source, number)
+                        device_name = source.device_name
+                    if number:  # the first touches memory that nobody had used before
+                        rows += [{"round": number - 1, "layout": layout, **row} for row in found]
+            welcome = client.welcome
+    report_settings: Row = {
+        "device": "cuda" if on_cuda else "cpu",
+        "device_name": device_name,
+        "stages": args.stages,
+        "image_bytes": image_bytes,
+    }
+    ratios: Row = {name: worst_low(column(rows, "over_limit", op=op)) for name, op in bench.ratios.items()}
+    return Report(bench.name, rows, ratios, report_settings, welcome)
+
+
+def _first_gpu() -> str:
+    """The daemon serves only the card that is measured: a budget is shared out over all cards it serves."""
+    from stratad.bench.copy_cuda import first_gpu_uuid  # noqa: PLC0415 - loads torch
+
+    return first_gpu_uuid()
+
+
+@contextmanager
+def _source(
+    client: Client, layout: str, stages: int, slot_bytes: int, slots: int, *, on_cuda: bool
+) -> Iterator[CopySource]:
+    """An engine of the asked kind; torch is loaded only here, and only for a GPU."""
+    source: CopySource
+    if on_cuda:
+        from stratad.bench.copy_cuda import CudaSource  # noqa: PLC0415 - see above
+
+        source = CudaSource.register(client, layout, stages, slot_bytes, slots)
+    else:
+        from stratad.bench.copy_cpu import CpuSource  # noqa: PLC0415 - loads numpy
+
+        source = CpuSource.register(client, layout, stages, slot_bytes, slots)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def timed(call: Callable[[], ReplyT]) -> tuple[ReplyT, float]:
+    """What a call gives, and how many seconds it took."""
+    started_s = time.perf_counter()
+    value = call()
+    return value, time.perf_counter() - started_s
+
+
+def copy_row(
+    source: CopySource, op: str, limit_bytes_per_s: float, seconds: float, reply: Captured | Restored | Copied
+) -> Row:
+    """The row of one operation whose destination was compared."""
+    rate = source.image_bytes / seconds
+    lane_s = max((stage.lane_s for stage in reply.stages), default=0.0)
+    return {
+        "op": op,
+        "bytes": source.image_bytes,
+        "moved_bytes": sum(stage.moved_bytes for stage in reply.stages),
+        "seconds": round(seconds, 5),
+        "gb_per_s": round(rate / 1e9, 3),
+        "limit_gb_per_s": round(limit_bytes_per_s / 1e9, 3),
+        "over_limit": round(rate / limit_bytes_per_s, 4),
+        "digest_s": round(max((stage.digest_s for stage in reply.stages), default=0.0), 5),
+        "copy_s": round(max((stage.copy_s for stage in reply.stages), default=0.0), 5),
+        "lane_s": round(lane_s, 5),
+        # What the daemon, the wire and the client add to the slowest lane.
+        "overhead_s": round(seconds - lane_s, 5),
+        "byte_exact": True,
+    }

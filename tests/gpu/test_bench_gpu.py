@@ -1,0 +1,20 @@
+"""The benchmarks that measure a card, with so little work that only their reports are examined."""
+
+import pytest
+
+from tests.support.bench import bench, check_slots
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+
+@pytest.mark.parametrize("stages", ["1", "2"])
+def test_slots_on_cuda(stages: str) -> None:
+    report = bench("slots", "--device", "cuda", "--image-mib", "64", "--stages", stages)
+    check_slots(report, "cuda")
+    assert report["settings"]["device_name"] == torch.cuda.get_device_name(0)
+    assert report["versions"]["torch"] == torch.__version__
