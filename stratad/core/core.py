@@ -365,6 +365,7 @@ class Core:
         assert state.due_s <= self._exact_due_s(), "something falls due that no tick was asked for"
         assert list(state.waiting) == [op.op_id for op in state.ops.values() if op.state is OpState.WAITING]
         assert state.closing == {engine.engine_id for engine in state.engines.values() if engine.closing}
+        assert state.runs_in_flight == sum(op.run_count for op in state.ops.values())
         in_jobs = {(op.op_id, stage) for worker in state.workers.values() for op, stage in worker.jobs.values()}
         in_ops = {(op.op_id, run.stage) for op in state.ops.values() for run in op.stages if run.state in RUNNING}
         assert in_jobs == in_ops, f"jobs out of step: {in_jobs ^ in_ops}"

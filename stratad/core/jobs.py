@@ -389,6 +389,7 @@ def release(state: State, op: Operation) -> None:
         state.catalog.end_read(op.image, op.chunks)
         op.chunks = ()
     del state.ops[op.op_id]
+    state.runs_in_flight -= op.run_count
     client = state.clients.get(op.client)
     if client is not None:
         client.seqs.pop(op.seq, None)

@@ -203,6 +203,12 @@ class Operation:
         return run.target or (run.rows if self.writes_rows else None)
 
     @property
+    def run_count(self) -> int:
+        """Runs of all its lists of rows; stages of one kind share theirs."""
+        lists = {id(cut): cut for run in self.stages for cut in (run.rows, run.target) if cut is not None}
+        return sum(len(runs) for cut in lists.values() for runs in cut.runs)
+
+    @property
     def outcomes(self) -> tuple[StageOutcome, ...]:
         """How every stage ended so far."""
         return tuple(

@@ -8,6 +8,9 @@ from stratad.core.intake import raise_fences
 from stratad.core.ops import Operation, OpKind, OpState
 from stratad.core.state import Engine, PoolState, State, WorkerState
 
+# Of all operations in flight. The rows of a new one are compared with theirs, and each takes some hundred bytes.
+RUNS_IN_FLIGHT_LIMIT = 2_097_152
+
 
 def submit(state: State, op: Operation) -> None:
     """Take an operation in and start it if nothing stands in its way.
@@ -21,7 +24,15 @@ def submit(state: State, op: Operation) -> None:
         raise Refusal("too_many", f"{len(state.ops)} operations are in flight, the limit is {state.settings.max_ops}")
     engine = state.engines[op.engine_id]
     _refuse_dead(state, op, engine)
+    runs = op.run_count
+    if state.runs_in_flight + runs > RUNS_IN_FLIGHT_LIMIT:
+        raise Refusal(
+            "too_many",
+            f"operations in flight have {state.runs_in_flight} runs of rows, this one has {runs}: the limit is "
+            f"{RUNS_IN_FLIGHT_LIMIT}",
+        )
     raise_fences(state, op)
+    state.runs_in_flight += runs
     state.ops[op.op_id] = state.waiting[op.op_id] = op
     state.wake_by(op.deadline_s)
     engine.ops += 1

@@ -214,6 +214,7 @@ class State:
     pools: dict[int, EngineStage] = field(default_factory=dict)
     ops: dict[int, Operation] = field(default_factory=dict)
     waiting: dict[int, Operation] = field(default_factory=dict)  # those of `ops` that have not started, oldest first
+    runs_in_flight: int = 0  # runs of rows of all `ops`
     closing: set[int] = field(default_factory=set)  # engines that go when their last operation ends
     stats_requests: list[StatsRequest] = field(default_factory=list)
     memory: MemoryState = field(default_factory=MemoryState)
