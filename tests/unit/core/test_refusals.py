@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from ipc.codec import encode
 from ipc.messages import (
     PROTOCOL_VERSION,
     Capture,
@@ -373,6 +374,29 @@ def test_runs_of_operations_in_flight_have_a_limit(core: Harness, monkeypatch: p
     core.finish_all()
     assert core.final(1, again.seq).tokens == 3  # type: ignore[union-attr]
     core.core.validate()
+
+
+def test_no_more_rows_are_written_than_a_failure_can_name(make_core: Callable[..., Harness]) -> None:
+    core = make_core(2, max_message_bytes=1024)
+    core.connect()
+    engine = core.register()
+    core.ask(1, good_capture(core, engine))
+    core.finish_all()
+    full = 768 // 2 // 8  # runs of a list that both stages share
+
+    def copy(runs: int) -> SlotDirect:
+        apart = (pack_rows([(1000 + 2 * n, 1) for n in range(runs)]),)
+        return SlotDirect(core.next_seq(), engine, runs, ((pack_rows([(0, runs)]),),), (apart,), 0, 1, "host")
+
+    core.ask(1, refused := copy(full + 1))
+    failure = core.failure(1, refused.seq)
+    assert (failure.code, "784 bytes of runs" in failure.message) == ("too_large", True)
+    core.ask(1, taken := copy(full))
+    for worker in ("cpu:0", "cpu:1"):
+        core.worker_gone(worker)
+    failure = core.failure(1, taken.seq)
+    assert len(encode(failure)) <= 1024 + 256  # what it says besides the rows is more than a quarter of so little
+    assert [len(rows) for outcome in failure.stages for rows in outcome.rows_undefined] == [full * 8, full * 8]
 
 
 def test_more_runs_than_rows_are_refused_unread(core: Harness) -> None:
