@@ -93,7 +93,7 @@ class Core:
             elif worker.state is WorkerState.STARTING:
                 due.append(worker.born_s + state.settings.boot_s)
             elif worker.state is WorkerState.READY:
-                due.extend(op.stages[stage].deadline_s for op, stage in worker.jobs.values())
+                due.extend(jobs.due_s(worker, op, op.stages[stage]) for op, stage in worker.jobs.values())
         due.extend(op.deadline_s for op in state.waiting.values())
         due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
         due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)

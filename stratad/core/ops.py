@@ -118,6 +118,7 @@ class StageRun:
     state: StageState = StageState.PENDING
     job: int = 0
     deadline_s: float = 0.0
+    patience_s: float = 0.0  # from its sending to `deadline_s`
     job_bytes: int = 0
     answer: StageDigests | None = None
     outcome: StageOutcome | None = None

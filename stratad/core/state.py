@@ -93,6 +93,7 @@ class Worker:
     grow_again_s: float = 0.0
     jobs: dict[int, tuple[Operation, int]] = field(default_factory=dict)
     job_bytes: int = 0
+    moved_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # last good end by `Operation.reads_rows`
     resources: dict[str, int] = field(default_factory=dict)
     census: int = 0
     counted: int = 0  # the latest census that was answered
