@@ -25,9 +25,13 @@ plane after plane of its group, inside a plane row after row in the order of the
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
+
+# What workers can address: a row is one item of an array, and strides are signed 64-bit numbers there.
+ROW_BYTES_LIMIT: Final = 2**31
+NUMBER_LIMIT: Final = 2**62
 
 
 class LayoutError(ValueError):
@@ -151,9 +155,10 @@ class StageLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         others, and an operation may name it for one of them only. Mostly each group stands alone.
         """
         space_of = list(range(len(self.all_groups)))
-        for one, other in _shared_planes(self.all_groups):
+        for one, other in shared_planes(self.all_groups):
             low, high = sorted((space_of[one.group], space_of[other.group]))
-            space_of = [low if space == high else space for space in space_of]
+            if low != high:
+                space_of = [low if space == high else space for space in space_of]
         return tuple(tuple(n for n, s in enumerate(space_of) if s == space) for space in sorted(set(space_of)))
 
     def capturable_tokens(self, tokens: int) -> int:
@@ -226,7 +231,7 @@ def check_layout(layout: StageLayout, pool_bytes: int) -> None:
                 raise LayoutError(f"group {number}: a state has no tokens, got tokens_per_row {group.tokens_per_row}")
         elif group.window_tokens < 0:
             raise LayoutError(f"group {number}: window_tokens must be >= 0, got {group.window_tokens}")
-    for one, other in _shared_planes(layout.all_groups):
+    for one, other in shared_planes(layout.all_groups):
         if one.group == other.group:
             raise LayoutError(f"group {one.group}: plane {one.number} shares bytes with plane {other.number}")
 
@@ -234,6 +239,11 @@ def check_layout(layout: StageLayout, pool_bytes: int) -> None:
 def _check_plane(where: str, plane: Plane, pool_bytes: int) -> None:
     if plane.offset_bytes < 0 or plane.row_bytes <= 0 or plane.rows <= 0 or plane.tokens_per_row <= 0:
         raise LayoutError(f"{where}: offset must be >= 0, row_bytes, rows and tokens_per_row > 0, got {plane}")
+    if plane.row_bytes >= ROW_BYTES_LIMIT or max(plane.row_stride_bytes, plane.tokens_per_row) >= NUMBER_LIMIT:
+        raise LayoutError(
+            f"{where}: row_bytes must be below {ROW_BYTES_LIMIT}, row_stride_bytes and tokens_per_row below "
+            f"{NUMBER_LIMIT}, got {plane}"
+        )
     if plane.row_stride_bytes < plane.row_bytes:
         raise LayoutError(
             f"{where}: row_stride_bytes {plane.row_stride_bytes} is below row_bytes {plane.row_bytes}: rows overlap"
@@ -261,7 +271,7 @@ class _Placed(NamedTuple):
         return f"plane {self.number} of group {self.group}"
 
 
-def _shared_planes(groups: Sequence[RowGroup | StateGroup]) -> Iterator[tuple[_Placed, _Placed]]:
+def shared_planes(groups: Sequence[RowGroup | StateGroup]) -> Iterator[tuple[_Placed, _Placed]]:
     """Pairs of planes that share bytes: at least one of every set of groups that do, and of every group whose own do.
 
     Planes may lie apart, or interleave: equal strides, and row r of each within the same stride. Anything else that
@@ -274,23 +284,28 @@ def _shared_planes(groups: Sequence[RowGroup | StateGroup]) -> Iterator[tuple[_P
         (_Placed(plane, g, p) for g, group in enumerate(groups) for p, plane in enumerate(group.planes)),
         key=lambda entry: entry.plane.offset_bytes,
     )
-    first = placed[0]  # of the planes that overlap
-    widest: dict[int, _Placed] = {}  # of those, by group: the one whose rows end last
+    first = last = placed[0]  # of the planes that overlap: the one that begins first, the one whose rows end last
+    widest: dict[int, _Placed] = {}  # and that of each group
     end_bytes = first.plane.end_bytes
     for entry in placed:
         plane = entry.plane
         if plane.offset_bytes >= end_bytes:
-            first, widest = entry, {}
+            first, last, widest = entry, entry, {}
         elif not _in_stride(first.plane, plane):
             raise LayoutError(
                 f"{entry.name} shares bytes with {first.name}: overlapping planes must have one row_stride_bytes, and "
                 "row r of each must lie within the same stride"
             )
-        for other in widest.values():
-            if plane.offset_bytes < _row_end(other.plane):
+        # Planes that reach this one's first byte share that byte, so they have been paired with each other: one pair
+        # with the last of them joins it to all, and thousands of planes cost no more than thousands of pairs.
+        own = widest.get(entry.group)
+        for other in (own, last if last is not own else None):
+            if other is not None and other is not entry and plane.offset_bytes < _row_end(other.plane):
                 yield entry, other
-        if entry.group not in widest or _row_end(plane) > _row_end(widest[entry.group].plane):
+        if own is None or _row_end(plane) > _row_end(own.plane):
             widest[entry.group] = entry
+        if _row_end(plane) > _row_end(last.plane):
+            last = entry
         end_bytes = max(end_bytes, plane.end_bytes)
 
 

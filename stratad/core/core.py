@@ -93,7 +93,7 @@ class Core:
             elif worker.state is WorkerState.STARTING:
                 due.append(worker.born_s + state.settings.boot_s)
             elif worker.state is WorkerState.READY:
-                due.extend(op.stages[stage].deadline_s for op, stage in worker.jobs.values())
+                due.extend(jobs.due_s(worker, op, op.stages[stage]) for op, stage in worker.jobs.values())
         due.extend(op.deadline_s for op in state.waiting.values())
         due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
         due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
@@ -365,6 +365,7 @@ class Core:
         assert state.due_s <= self._exact_due_s(), "something falls due that no tick was asked for"
         assert list(state.waiting) == [op.op_id for op in state.ops.values() if op.state is OpState.WAITING]
         assert state.closing == {engine.engine_id for engine in state.engines.values() if engine.closing}
+        assert state.runs_in_flight == sum(op.run_count for op in state.ops.values())
         in_jobs = {(op.op_id, stage) for worker in state.workers.values() for op, stage in worker.jobs.values()}
         in_ops = {(op.op_id, run.stage) for op in state.ops.values() for run in op.stages if run.state in RUNNING}
         assert in_jobs == in_ops, f"jobs out of step: {in_jobs ^ in_ops}"

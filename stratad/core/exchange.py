@@ -31,7 +31,7 @@ from stratad.core.failures import Refusal
 from stratad.core.intake import CHUNK_LIMIT, check_name, engine_of, find_image
 from stratad.core.ops import Operation, OpKind, OpState, StageRun
 from stratad.core.puts import Get, Part, Piece, Put
-from stratad.core.row_lists import CutRows
+from stratad.core.row_lists import CutRows, check_run_count
 from stratad.core.state import ClientRecord, Engine, State
 
 # Puts, and gets, that an engine may have open at once.
@@ -173,8 +173,9 @@ def _cut_rows(engine: Engine, packed: bytes, first_row: int, total: int, step: i
     """The rows of a piece that begins at row `first_row` of a part of `total` rows; None where that has none.
 
     Raises:
-        Refusal: ``bad_rows``.
+        Refusal: ``bad_rows`` or ``too_large``.
     """
+    check_run_count(len(packed))
     try:
         runs = unpack_rows(packed, engine.layouts[0].groups[0].rows)
     except ValueError as exc:

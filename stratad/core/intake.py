@@ -59,17 +59,21 @@ def _check_order(engine: Engine, ordered: str) -> None:
                 )
 
 
-def _spans_by_stage(engine: Engine, tokens: int, positions: Sequence[int]) -> list[tuple[ChunkSpan, ...]]:
-    """The chunks of an image on every stage.
+def _check_chunk_count(engine: Engine, tokens: int, checkpoints: int) -> None:
+    """Refuse an image of too many chunks.
 
     Raises:
         Refusal: ``too_large``.
     """
-    counts = {id(kind): kind.chunk_count(tokens, len(positions)) for kind in engine.kinds}
+    counts = {id(kind): kind.chunk_count(tokens, checkpoints) for kind in engine.kinds}
     count = sum(counts[id(layout)] for layout in engine.layouts)
     if count > CHUNK_LIMIT:
         stages = len(engine.layouts)
         raise Refusal("too_large", f"{tokens} tokens on {stages} stages are {count} chunks, over {CHUNK_LIMIT}")
+
+
+def _spans_by_stage(engine: Engine, tokens: int, positions: Sequence[int]) -> list[tuple[ChunkSpan, ...]]:
+    """The chunks of an image on every stage."""
     spans = {id(kind): tuple(kind.chunks(tokens, positions)) for kind in engine.kinds}
     return [spans[id(layout)] for layout in engine.layouts]
 
@@ -139,6 +143,7 @@ def _source(engine: Engine, request: Capture | SlotTo | SlotDirect, asked: int) 
     else:
         positions = (asked,) if engine.has_state else ()
     tokens = asked // engine.token_unit * engine.token_unit
+    _check_chunk_count(engine, tokens, len(positions))  # first: to read rows takes the longer the more there are
     cuts = cut_stages(engine.layouts, request.rows, Need(asked, len(positions)), tokens)
     _check_order(engine, request.ordered)
     _check_slot(engine, request.slot)

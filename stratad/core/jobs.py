@@ -60,7 +60,8 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     poll_event = op.ordered == "event" and isinstance(described, CudaIpcPool)
     event_wait_s = max(op.deadline_s - state.now_s, LEAST_EVENT_WAIT_S) if poll_event else 0.0
     copy_s = settings.job_floor_s + worker.job_bytes / settings.link_floor_bytes_per_s
-    run.deadline_s = state.now_s + event_wait_s + copy_s
+    run.patience_s = event_wait_s + copy_s
+    run.deadline_s = state.now_s + run.patience_s
     state.wake_by(run.deadline_s)
     state.out.append(SendTo(worker.name, _command(op, run, pool, poll_event, event_wait_s)))
 
@@ -127,6 +128,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
         return
     op, stage = found
     run = op.stages[stage]
+    worker.moved_s[op.reads_rows] = state.now_s
     if op.captures:
         count = len(run.spans)
         if len(report.digests) != count * DIGEST_BYTES or worker.ready is None:
@@ -188,12 +190,19 @@ def worker_gone(state: State, worker: Worker, code: str, message: str) -> None:
         _fail_stage(state, op, run, code, message, rows_undefined=written.packed if written is not None else ())
 
 
+def due_s(worker: Worker, op: Operation, run: StageRun) -> float:
+    """When a worker that has not answered a job hangs. Its lanes take one job after the other, and jobs cost time
+    besides their bytes: as long as a lane ends jobs well, those behind it have their time anew.
+    """
+    return max(run.deadline_s, worker.moved_s[op.reads_rows] + run.patience_s)
+
+
 def check_deadlines(state: State) -> None:
     """Kill a worker that let a job's deadline pass. Its stages end when its end is proven."""
     for worker in state.workers.values():
         if worker.state is not WorkerState.READY or not worker.jobs:
             continue
-        late = [job for job, (op, stage) in worker.jobs.items() if op.stages[stage].deadline_s <= state.now_s]
+        late = [j for j, (op, stage) in worker.jobs.items() if due_s(worker, op, op.stages[stage]) <= state.now_s]
         if late:
             state.count("workers_hung")
             arenas.kill(state, worker, "worker_hung", f"job {late[0]} passed its deadline")
@@ -389,6 +398,7 @@ def release(state: State, op: Operation) -> None:
         state.catalog.end_read(op.image, op.chunks)
         op.chunks = ()
     del state.ops[op.op_id]
+    state.runs_in_flight -= op.run_count
     client = state.clients.get(op.client)
     if client is not None:
         client.seqs.pop(op.seq, None)

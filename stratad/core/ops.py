@@ -118,6 +118,7 @@ class StageRun:
     state: StageState = StageState.PENDING
     job: int = 0
     deadline_s: float = 0.0
+    patience_s: float = 0.0  # from its sending to `deadline_s`
     job_bytes: int = 0
     answer: StageDigests | None = None
     outcome: StageOutcome | None = None
@@ -201,6 +202,12 @@ class Operation:
     def written(self, run: StageRun) -> CutRows | None:
         """The rows that a stage of it writes, if any."""
         return run.target or (run.rows if self.writes_rows else None)
+
+    @property
+    def run_count(self) -> int:
+        """Runs of all its lists of rows; stages of one kind share theirs."""
+        lists = {id(cut): cut for run in self.stages for cut in (run.rows, run.target) if cut is not None}
+        return sum(len(runs) for cut in lists.values() for runs in cut.runs)
 
     @property
     def outcomes(self) -> tuple[StageOutcome, ...]:

@@ -8,6 +8,9 @@ from stratad.core.intake import raise_fences
 from stratad.core.ops import Operation, OpKind, OpState
 from stratad.core.state import Engine, PoolState, State, WorkerState
 
+# Of all operations in flight. The rows of a new one are compared with theirs, and each takes some hundred bytes.
+RUNS_IN_FLIGHT_LIMIT = 2_097_152
+
 
 def submit(state: State, op: Operation) -> None:
     """Take an operation in and start it if nothing stands in its way.
@@ -21,7 +24,16 @@ def submit(state: State, op: Operation) -> None:
         raise Refusal("too_many", f"{len(state.ops)} operations are in flight, the limit is {state.settings.max_ops}")
     engine = state.engines[op.engine_id]
     _refuse_dead(state, op, engine)
+    _refuse_unreportable(state, op)
+    runs = op.run_count
+    if state.runs_in_flight + runs > RUNS_IN_FLIGHT_LIMIT:
+        raise Refusal(
+            "too_many",
+            f"operations in flight have {state.runs_in_flight} runs of rows, this one has {runs}: the limit is "
+            f"{RUNS_IN_FLIGHT_LIMIT}",
+        )
     raise_fences(state, op)
+    state.runs_in_flight += runs
     state.ops[op.op_id] = state.waiting[op.op_id] = op
     state.wake_by(op.deadline_s)
     engine.ops += 1
@@ -48,6 +60,19 @@ def _refuse_dead(state: State, op: Operation, engine: Engine) -> None:
         stage = engine.stages[run.stage]
         if stage.state is PoolState.FAILED:
             raise Refusal(stage.code, f"the pool could not be opened again: {stage.message}", stage=run.stage)
+
+
+def _refuse_unreportable(state: State, op: Operation) -> None:
+    """Refuse to write more rows than a failure could name: who is told of none believes that none was touched."""
+    written = [rows for run in op.stages if (rows := op.written(run)) is not None]
+    named_bytes = sum(len(packed) for rows in written for packed in rows.packed)
+    limit = state.settings.max_message_bytes * 3 // 4  # the rest is for what a failure says besides
+    if named_bytes > limit:
+        raise Refusal(
+            "too_large",
+            f"the rows to be written are {named_bytes} bytes of runs over all stages, a failure could name {limit}: "
+            "name them in fewer runs, or raise max_message_bytes",
+        )
 
 
 def try_start(state: State, op: Operation) -> None:

@@ -11,6 +11,10 @@ from shm.layout import StageLayout
 from shm.rows import RUN_BYTES, RowRuns, first_rows, pack_rows, row_count, unpack_rows
 from stratad.core.failures import Refusal
 
+# Runs of one list of rows, counted once for every kind of stage that reads it: what the loop unpacks and compares
+# in a fraction of a second. 262,144 tokens of two groups, each in a row that lies alone, are as many.
+RUN_LIMIT = 524_288
+
 PackedRows: TypeAlias = tuple[tuple[bytes, ...], ...]
 GroupRuns: TypeAlias = tuple[RowRuns, ...]
 
@@ -36,11 +40,12 @@ def cut_stages(layouts: Sequence[StageLayout], rows: PackedRows, need: Need, kep
     """The rows of every stage that hold the first `kept` tokens, out of those that a request gives for `need`.
 
     Raises:
-        Refusal: ``bad_rows``, naming the stage and group.
+        Refusal: ``bad_rows``, naming the stage and group, or ``too_large``.
     """
     count = len(layouts)
     if len(rows) not in (1, count):
         raise Refusal("bad_rows", f"rows must be given once or once for each of {count} stages, got {len(rows)}")
+    _check_run_count(layouts, rows)
     known: dict[tuple[int, int], CutRows] = {}  # layouts by identity: to hash one is to look at all its planes
     found: list[CutRows] = []
     for number, layout in enumerate(layouts):
@@ -53,6 +58,22 @@ def cut_stages(layouts: Sequence[StageLayout], rows: PackedRows, need: Need, kep
             cut = known[which, id(layout)] = _cut(runs, rows[which], used)
         found.append(cut)
     return found
+
+
+def _check_run_count(layouts: Sequence[StageLayout], rows: PackedRows) -> None:
+    lists = {(min(number, len(rows) - 1), id(layout)) for number, layout in enumerate(layouts)}
+    check_run_count(sum(len(entry) for which, _ in lists for entry in rows[which]))
+
+
+def check_run_count(packed_bytes: int) -> None:
+    """Refuse rows in more runs than the loop has time for, before any is unpacked.
+
+    Raises:
+        Refusal: ``too_large``.
+    """
+    runs = packed_bytes // RUN_BYTES
+    if runs > RUN_LIMIT:
+        raise Refusal("too_large", f"the rows are {runs} runs over all kinds of stages, the limit is {RUN_LIMIT}")
 
 
 def _cut(runs: GroupRuns, packed: tuple[bytes, ...], used: tuple[int, ...]) -> CutRows:

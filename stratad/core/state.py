@@ -93,6 +93,7 @@ class Worker:
     grow_again_s: float = 0.0
     jobs: dict[int, tuple[Operation, int]] = field(default_factory=dict)
     job_bytes: int = 0
+    moved_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # last good end by `Operation.reads_rows`
     resources: dict[str, int] = field(default_factory=dict)
     census: int = 0
     counted: int = 0  # the latest census that was answered
@@ -214,6 +215,7 @@ class State:
     pools: dict[int, EngineStage] = field(default_factory=dict)
     ops: dict[int, Operation] = field(default_factory=dict)
     waiting: dict[int, Operation] = field(default_factory=dict)  # those of `ops` that have not started, oldest first
+    runs_in_flight: int = 0  # runs of rows of all `ops`
     closing: set[int] = field(default_factory=set)  # engines that go when their last operation ends
     stats_requests: list[StatsRequest] = field(default_factory=list)
     memory: MemoryState = field(default_factory=MemoryState)

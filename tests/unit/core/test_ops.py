@@ -147,6 +147,41 @@ def test_two_restores_into_the_same_rows(core: Harness) -> None:
     assert isinstance(core.final(1, third), Restored)
 
 
+def test_a_worker_that_ends_one_job_after_the_other_does_not_hang(make_core: MakeCore) -> None:
+    """However many wait behind, each of them costs time besides its bytes."""
+    core = make_core(1)
+    core.connect()
+    engine = core.register(stages=1)
+    for number in range(4):
+        core.capture(engine, "abcd"[number], range(256), first_row=300 * number)
+    for _ in range(3):
+        core.tick(4.0)
+        core.finish("cpu:0")
+        core.core.validate()
+    core.tick(4.0)
+    assert core.kills == []
+    assert core.core.due_s > core.now_s
+    core.tick(1.1)
+    assert [kill.worker for kill in core.kills] == ["cpu:0"]
+
+
+def test_a_lane_that_hangs_is_seen_while_the_other_one_goes_on(make_core: MakeCore) -> None:
+    core = make_core(1)
+    core.connect()
+    engine = core.register(stages=1)
+    core.capture(engine, "a", range(256))
+    core.finish_all()
+    core.restore(engine, "a", rows=256, first_row=1000)
+    (stuck,) = core.jobs("cpu:0")
+    core.sent["cpu:0"].remove(stuck)
+    for number in range(2):
+        core.capture(engine, "b", range(256), first_row=2000 + 300 * number)
+        core.tick(2.0)
+        core.finish("cpu:0")
+    core.tick(1.1)
+    assert [kill.worker for kill in core.kills] == ["cpu:0"]
+
+
 def test_rows_and_extents_of_a_dead_worker_are_free_only_after_the_proof(core: Harness) -> None:
     engine = core.register()
     core.capture(engine, "a")

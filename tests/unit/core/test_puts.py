@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from ipc.messages import (
+    EXCHANGE_ROW_BYTES,
     CancelJob,
     Captured,
     CaptureJob,
@@ -19,6 +20,7 @@ from ipc.messages import (
     PartStored,
     Progress,
     PutBegin,
+    PutPart,
     Show,
     Stats,
     StatsReply,
@@ -410,6 +412,16 @@ def test_limits_of_a_put(make_core: MakeCore) -> None:
     odd = PutBegin(core.next_seq(), exchange.engine_id, "a", b"123")
     core.ask(1, odd)
     assert code(core, odd.seq) == "bad_tokens"
+
+
+def test_a_piece_of_too_many_runs_is_refused_unread(
+    core: Harness, exchange: CoreExchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stratad.core.row_lists.RUN_LIMIT", 2)
+    put = exchange.begin("a")
+    part = PutPart(core.next_seq(), exchange.engine_id, put, "x", 3 * EXCHANGE_ROW_BYTES, bytes(8 * 3))
+    core.ask(1, part)
+    assert code(core, part.seq) == "too_large"
 
 
 def test_a_put_of_too_many_chunks_is_refused(

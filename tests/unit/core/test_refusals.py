@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from ipc.codec import encode
 from ipc.messages import (
     PROTOCOL_VERSION,
     Capture,
@@ -19,6 +20,7 @@ from ipc.messages import (
     Release,
     Restore,
     Show,
+    SlotDirect,
     Stage,
     Stats,
     Unregister,
@@ -315,6 +317,86 @@ def test_an_image_of_too_many_chunks_is_refused_before_anything_is_built(make_co
     seq = core.capture(engine, tokens=range(32_769))
     assert core.failure(1, seq).code == "too_large"
     assert core.core.state.catalog.used_bytes == 0
+
+
+def test_the_chunks_of_an_image_are_counted_before_its_rows_are_read(make_core: Callable[..., Harness]) -> None:
+    core = make_core(1, chunk_tokens=1)
+    core.connect()
+    engine = core.register(layouts=[stage_layout((Plane(0, 8, 8, 40_000),), None, 1)], stages=1)
+    request = msgspec.structs.replace(
+        good_capture(core, engine), tokens=pack_tokens(range(32_769)), rows=((b"no runs",),)
+    )
+    core.ask(1, request)
+    assert core.failure(1, request.seq).code == "too_large"
+
+
+def test_runs_are_counted_for_every_kind_of_stage_before_any_is_read(
+    make_core: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(2)
+    core.connect()
+    engine = core.register(layouts=[layout(), layout(rows=ROWS // 2)])
+    monkeypatch.setattr("stratad.core.row_lists.RUN_LIMIT", 10)
+    six = (pack_rows([(2 * n, 1) for n in range(6)]),)
+    request = msgspec.structs.replace(good_capture(core, engine), tokens=pack_tokens(range(6)), rows=(six,))
+    core.ask(1, request)
+    failure = core.failure(1, request.seq)
+    assert failure.code == "too_large"
+    assert "12 runs" in failure.message
+    monkeypatch.setattr("stratad.core.row_lists.RUN_LIMIT", 12)
+    request = msgspec.structs.replace(request, seq=core.next_seq())
+    core.ask(1, request)
+    core.finish_all()
+    assert core.final(1, request.seq).tokens == 6  # type: ignore[union-attr]
+
+
+def test_runs_of_operations_in_flight_have_a_limit(core: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = core.register()  # two stages of one kind: their rows are one list
+    monkeypatch.setattr("stratad.core.queue.RUNS_IN_FLIGHT_LIMIT", 10)
+    copy = SlotDirect(
+        core.next_seq(),
+        engine,
+        3,
+        ((pack_rows([(0, 1), (2, 1), (4, 1)]),),),
+        ((pack_rows([(10, 1), (12, 1), (14, 1)]),),),
+        0,
+        1,
+        "host",
+    )
+    core.ask(1, copy)
+    other = msgspec.structs.replace(copy, seq=core.next_seq(), target_rows=((pack_rows([(20, 2), (30, 1)]),),))
+    core.ask(1, other)
+    failure = core.failure(1, other.seq)
+    assert (failure.code, "6 runs of rows, this one has 5" in failure.message) == ("too_many", True)
+    core.finish_all()
+    again = msgspec.structs.replace(other, seq=core.next_seq())
+    core.ask(1, again)
+    core.finish_all()
+    assert core.final(1, again.seq).tokens == 3  # type: ignore[union-attr]
+    core.core.validate()
+
+
+def test_no_more_rows_are_written_than_a_failure_can_name(make_core: Callable[..., Harness]) -> None:
+    core = make_core(2, max_message_bytes=1024)
+    core.connect()
+    engine = core.register()
+    core.ask(1, good_capture(core, engine))
+    core.finish_all()
+    full = 768 // 2 // 8  # runs of a list that both stages share
+
+    def copy(runs: int) -> SlotDirect:
+        apart = (pack_rows([(1000 + 2 * n, 1) for n in range(runs)]),)
+        return SlotDirect(core.next_seq(), engine, runs, ((pack_rows([(0, runs)]),),), (apart,), 0, 1, "host")
+
+    core.ask(1, refused := copy(full + 1))
+    failure = core.failure(1, refused.seq)
+    assert (failure.code, "784 bytes of runs" in failure.message) == ("too_large", True)
+    core.ask(1, taken := copy(full))
+    for worker in ("cpu:0", "cpu:1"):
+        core.worker_gone(worker)
+    failure = core.failure(1, taken.seq)
+    assert len(encode(failure)) <= 1024 + 256  # what it says besides the rows is more than a quarter of so little
+    assert [len(rows) for outcome in failure.stages for rows in outcome.rows_undefined] == [full * 8, full * 8]
 
 
 def test_more_runs_than_rows_are_refused_unread(core: Harness) -> None:

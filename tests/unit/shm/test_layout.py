@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shm.layout import LayoutError, Plane, RowGroup, StageLayout, StateGroup, check_layout
+from shm.layout import LayoutError, Plane, RowGroup, StageLayout, StateGroup, check_layout, shared_planes
 from tests.support.layouts import stage_layout
 
 POOL_BYTES = 160
@@ -88,6 +88,15 @@ def test_what_is_accepted_owns_its_bytes_once_or_shares_them_row_by_row(layout: 
     assert set(map(frozenset, layout.spaces)) == spaces(layout)
 
 
+def test_groups_that_share_bytes_are_paired_once_a_plane() -> None:
+    """Not once for every group that a plane shares bytes with: the daemon's loop waits for this."""
+    wide = tuple(RowGroup((Plane(0, 500, 500, 1),)) for _ in range(63))
+    layout = StageLayout((*wide, RowGroup(tuple(Plane(byte, 1, 500, 1) for byte in range(500)))))
+    check_layout(layout, 500)
+    assert layout.spaces == (tuple(range(64)),)
+    assert sum(1 for _ in shared_planes(layout.all_groups)) <= len(layout.planes)
+
+
 @st.composite
 def sound(draw: st.DrawFn) -> StageLayout:
     """Sets of planes, interleaved inside a set (one stride), one set after the other; each set a group, or all one."""
@@ -147,6 +156,9 @@ GOOD = Plane(0, 8, 8, 10)
         (stage_layout((GOOD, Plane(80, 8, 8, 0))), "group 0, plane 1: offset"),
         (stage_layout((Plane(0, 8, 7, 10),)), "rows overlap"),
         (stage_layout((Plane(0, 8, 8, 21),)), "ends at byte 168"),
+        (stage_layout((Plane(0, 8, 2**62, 1),)), "row_bytes must be below 2147483648, row_stride_bytes and"),
+        (stage_layout((Plane(0, 2**31, 2**31, 1),)), "row_bytes must be below 2147483648"),
+        (stage_layout((Plane(0, 8, 8, 1, 2**62),)), "tokens_per_row below 4611686018427387904"),
         (stage_layout((Plane(0, 8, 8, 10, 2, 3),)), "token_stride_bytes 3"),
         (stage_layout((GOOD, Plane(80, 8, 8, 10, 2))), "tokens_per_row 2 differs from plane 0's 1"),
         (stage_layout((GOOD,), None, 0), "chunk_tokens must be above 0, got 0"),
