@@ -181,6 +181,26 @@ def test_a_part_that_failed_is_named_and_may_be_added_again(tmp_path: Path) -> N
         assert exchange.room.free_rows == 4 * STEP
 
 
+def test_of_several_parts_that_failed_each_may_be_added_again(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, exchange):
+        well = daemon.script[PutPart]
+        daemon.script[PutPart] = silence
+        put = exchange.put("chat")
+        put.add("x", b"1")
+        put.add("y", b"2")
+        daemon.expect(PutPart, 2)
+        for part in daemon.of(PutPart):
+            daemon.say(Failed(part.seq, "no_space", "full"))
+        with pytest.raises(NoSpace):
+            put.commit()
+        daemon.script[PutPart] = well
+        for name in ("y", "x"):
+            put.add(name, b"3")
+        put.add("z", b"4")
+        put.commit()
+        assert [part.name for part in daemon.of(PutPart)] == ["x", "y", "y", "x", "z"]
+
+
 def test_a_part_begins_anew_only_when_nothing_of_it_is_on_its_way(tmp_path: Path) -> None:
     with rig(tmp_path) as (daemon, exchange):
         well = daemon.script[PutPart]
