@@ -153,7 +153,8 @@ class StageLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
         space_of = list(range(len(self.all_groups)))
         for one, other in _shared_planes(self.all_groups):
             low, high = sorted((space_of[one.group], space_of[other.group]))
-            space_of = [low if space == high else space for space in space_of]
+            if low < high:
+                space_of = [low if space == high else space for space in space_of]
         return tuple(tuple(n for n, s in enumerate(space_of) if s == space) for space in sorted(set(space_of)))
 
     def capturable_tokens(self, tokens: int) -> int:
@@ -274,23 +275,27 @@ def _shared_planes(groups: Sequence[RowGroup | StateGroup]) -> Iterator[tuple[_P
         (_Placed(plane, g, p) for g, group in enumerate(groups) for p, plane in enumerate(group.planes)),
         key=lambda entry: entry.plane.offset_bytes,
     )
-    first = placed[0]  # of the planes that overlap
-    widest: dict[int, _Placed] = {}  # of those, by group: the one whose rows end last
-    end_bytes = first.plane.end_bytes
+    first = last = placed[0]  # of the planes that overlap: the first one, and the one whose rows end last
+    widest: dict[int, _Placed] = {}  # and the latter by group
+    end_bytes = 0
     for entry in placed:
         plane = entry.plane
         if plane.offset_bytes >= end_bytes:
-            first, widest = entry, {}
+            first, last, widest = entry, entry, {}
         elif not _in_stride(first.plane, plane):
             raise LayoutError(
                 f"{entry.name} shares bytes with {first.name}: overlapping planes must have one row_stride_bytes, and "
                 "row r of each must lie within the same stride"
             )
-        for other in widest.values():
-            if plane.offset_bytes < _row_end(other.plane):
+        # Whoever shares bytes with a third one also shares them with the one that ends last, so these two are enough.
+        own = widest.setdefault(entry.group, entry)
+        for other in (own, last):
+            if other is not entry and plane.offset_bytes < _row_end(other.plane):
                 yield entry, other
-        if entry.group not in widest or _row_end(plane) > _row_end(widest[entry.group].plane):
+        if _row_end(plane) > _row_end(own.plane):
             widest[entry.group] = entry
+        if _row_end(plane) > _row_end(last.plane):
+            last = entry
         end_bytes = max(end_bytes, plane.end_bytes)
 
 
