@@ -4,7 +4,19 @@ from collections.abc import Callable
 
 import pytest
 
-from ipc.messages import Captured, Copied, CopyJob, Done, Lookup, Mark, Restored, RestoreJob, SlotDrop, Unregister
+from ipc.messages import (
+    Captured,
+    Copied,
+    CopyJob,
+    Done,
+    Lookup,
+    Mark,
+    Restored,
+    RestoreJob,
+    SlotDrop,
+    SourceFree,
+    Unregister,
+)
 from shm.rows import pack_rows
 from tests.support.core_harness import Harness, pack_tokens
 
@@ -58,6 +70,17 @@ def test_source_rows_may_be_read_and_target_rows_by_nobody(core: Harness) -> Non
     assert core.failure(1, core.slot_copy(engine, "slot_direct", first_row=2000, target_row=599)).code == "rows_busy"
     core.finish_all()
     assert not len(core.core.state.fences)
+
+
+def test_rows_that_are_written_stay_fenced_whatever_a_worker_says_of_its_source(core: Harness) -> None:
+    engine = core.register()
+    seq = core.slot_copy(engine, "slot_direct")
+    for worker in ("cpu:0", "cpu:1"):
+        core.report(worker, SourceFree(core.jobs(worker)[0].job))
+    assert core.answers(1, seq) == []
+    assert core.failure(1, core.capture(engine, "b", range(10), first_row=1000)).code == "rows_busy"
+    core.finish_all()
+    assert isinstance(core.final(1, seq), Copied)
 
 
 def test_a_poisoned_slot_is_not_copied(core: Harness) -> None:
