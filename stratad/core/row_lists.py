@@ -49,33 +49,36 @@ def cut_stages(layouts: Sequence[StageLayout], rows: PackedRows, need: Need, kep
         if cut is None:
             given = layout.rows_for(need.tokens, need.checkpoints)
             used = given if kept == need.tokens else layout.rows_for(kept, need.checkpoints)
-            runs = _unpack_groups(layout, rows[which], given, number, exact=need.exact)
-            cut = known[which, id(layout)] = _cut(runs, rows[which], used)
+            unpacked = _unpack_groups(layout, rows[which], given, number, exact=need.exact)
+            cut = known[which, id(layout)] = _cut(unpacked, used)
         found.append(cut)
     return found
 
 
-def _cut(runs: GroupRuns, packed: tuple[bytes, ...], used: tuple[int, ...]) -> CutRows:
-    kept = tuple(map(first_rows, runs, used))
+def _cut(unpacked: CutRows, used: tuple[int, ...]) -> CutRows:
+    kept = tuple(map(first_rows, unpacked.runs, used))
     # What is used whole is packed already: `first_rows` gives back the very tuple then.
     return CutRows(
-        kept, tuple(old if cut is all_ else pack_rows(cut) for cut, all_, old in zip(kept, runs, packed, strict=True))
+        kept, tuple(old if cut is all_ else pack_rows(cut) for cut, all_, old in zip(kept, *unpacked, strict=True))
     )
 
 
 def _unpack_groups(
     layout: StageLayout, packed: tuple[bytes, ...], needed: tuple[int, ...], stage: int, *, exact: bool
-) -> GroupRuns:
+) -> CutRows:
     groups = layout.all_groups
     if len(packed) != len(groups):
         raise Refusal("bad_rows", f"rows of {len(packed)} groups were given, the stage has {len(groups)}", stage=stage)
     unpacked: list[RowRuns] = []
-    for number, (group, entry, count) in enumerate(zip(groups, packed, needed, strict=True)):
+    entries: list[bytes] = []
+    for number, (group, given, count) in enumerate(zip(groups, packed, needed, strict=True)):
         where = f"group {number}: " if len(groups) > 1 else ""
-        if exact and len(entry) > RUN_BYTES * count:  # before anything is built: every run has at least one row
-            raise Refusal(
-                "bad_rows", f"{where}{count} rows are needed, got {len(entry) // RUN_BYTES} runs", stage=stage
-            )
+        entry = given
+        if len(given) > RUN_BYTES * count and not len(given) % RUN_BYTES:  # before anything is built
+            if exact:
+                text = f"{where}{count} rows are needed, got {len(given) // RUN_BYTES} runs"
+                raise Refusal("bad_rows", text, stage=stage)
+            entry = given[: RUN_BYTES * count]  # every run has at least one row: what follows is not used
         try:
             runs = unpack_rows(entry, group.rows)
         except ValueError as exc:
@@ -84,4 +87,5 @@ def _unpack_groups(
         if got != count and (exact or got < count):
             raise Refusal("bad_rows", f"{where}{count} rows are needed, got {got}", stage=stage)
         unpacked.append(runs)
-    return tuple(unpacked)
+        entries.append(entry)
+    return CutRows(tuple(unpacked), tuple(entries))
