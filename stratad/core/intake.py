@@ -94,6 +94,16 @@ def _positions(engine: Engine, packed: bytes, tokens: int) -> tuple[int, ...]:
     ascending = all(one < other for one, other in pairwise(positions))
     if positions and not (ascending and positions[0] > 0 and positions[-1] <= tokens):
         raise Refusal("bad_state", f"checkpoints must ascend from 1 to {tokens} tokens, got {positions[:8]}")
+    if any(position % engine.token_unit for position in positions):
+        raise Refusal(
+            "bad_state",
+            f"checkpoints must be multiples of {engine.token_unit} tokens, since planes that cannot locate tokens hold "
+            f"whole blocks, got {positions[:8]}",
+        )
+    if positions and not _points(engine.kinds, tokens, positions):
+        raise Refusal(
+            "bad_state", f"windows of {tokens} tokens have passed what every checkpoint needs, got {positions[:8]}"
+        )
     return positions
 
 
@@ -139,6 +149,7 @@ def _source(engine: Engine, request: Capture | SlotTo | SlotDirect, asked: int) 
     else:
         positions = (asked,) if engine.has_state else ()
     tokens = asked // engine.token_unit * engine.token_unit
+    spans = _spans_by_stage(engine, tokens, positions)  # before rows are unpacked: so large an image bounds those too
     cuts = cut_stages(engine.layouts, request.rows, Need(asked, len(positions)), tokens)
     _check_order(engine, request.ordered)
     _check_slot(engine, request.slot)
@@ -148,7 +159,7 @@ def _source(engine: Engine, request: Capture | SlotTo | SlotDirect, asked: int) 
         raise Refusal(
             "bad_tokens", f"with states or windows, tokens must be a multiple of {engine.token_unit}, got {asked}"
         )
-    return _Source(tokens, positions, cuts, _spans_by_stage(engine, tokens, positions))
+    return _Source(tokens, positions, cuts, spans)
 
 
 def operation_of(

@@ -7,7 +7,7 @@ import pytest
 from ipc.messages import Capture, Captured, CaptureJob, Failed, Found, Lookup, Reply, Restore, RestoreJob
 from shm.layout import Plane, RowGroup, StageLayout, StateGroup
 from shm.rows import pack_numbers, pack_rows
-from tests.support.core_harness import Harness, pack_tokens
+from tests.support.core_harness import ROWS, Harness, pack_tokens
 
 FULL = RowGroup((Plane(0, 64, 64, 4096),))
 WINDOW = RowGroup((Plane(262_144, 512, 512, 256, 16, 32),), window_tokens=100)
@@ -172,3 +172,39 @@ def test_with_windows_or_states_only_whole_units_are_captured(core: Harness) -> 
     assert isinstance(reply, Failed)
     assert reply.code == "bad_tokens"
     assert "multiple of 16" in reply.message
+
+
+def test_a_checkpoint_to_which_nothing_could_be_restored_is_refused(core: Harness) -> None:
+    blocks = StageLayout((RowGroup((Plane(0, 512, 512, 64, 16, 0),)),), STATES)
+    engine = core.register(layouts=(blocks, blocks))
+    reply = capture(core, engine, (blocks, blocks), 64, [(20, 1), (32, 2)])
+    assert isinstance(reply, Failed)
+    assert (reply.code, "multiples of 16" in reply.message) == ("bad_state", True)
+    assert isinstance(capture(core, engine, (blocks, blocks), 64, [(32, 1), (48, 2)]), Captured)
+    assert lookup(core, engine, [*range(47), 9]).tokens == 32
+
+
+def test_of_the_checkpoints_behind_a_window_at_least_one_must_be_of_use(core: Harness) -> None:
+    layout = StageLayout((FULL, WINDOW), STATES)
+    engine = core.register(layouts=(layout, layout))
+    reply = capture(core, engine, (layout, layout), 600, [(300, 1), (512, 2)])
+    assert isinstance(reply, Failed)
+    assert (reply.code, "windows" in reply.message) == ("bad_state", True)
+    assert isinstance(capture(core, engine, (layout, layout), 600, [(512, 1), (600, 2)]), Captured)
+    assert lookup(core, engine, range(599)).match == "miss"
+    assert lookup(core, engine, range(600)).tokens == 600
+
+
+def test_of_more_rows_than_are_needed_the_first_are_used_however_they_are_given(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, "a", range(4))
+    core.finish_all()
+    first, beyond = [(9, 1), (7, 1), (5, 1), (3, 1)], [(20, 100), (ROWS + 5, 1)]
+    for rows in (pack_rows(first + beyond), pack_rows([*first[:3], (3, 500)])):
+        core.ask(1, Restore(core.next_seq(), engine, "a", ((rows,),), 1, "host"))
+        jobs = [core.jobs(worker)[0] for worker in ("cpu:0", "cpu:1")]
+        assert [job.rows for job in jobs] == [(pack_rows(first),)] * 2
+        core.finish_all()
+    ragged = Restore(core.next_seq(), engine, "a", ((pack_rows(first + beyond) + b"1",),), 1, "host")
+    core.ask(1, ragged)
+    assert core.failure(1, ragged.seq).code == "bad_rows"
