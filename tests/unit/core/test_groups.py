@@ -2,9 +2,25 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
-from ipc.messages import Capture, Captured, CaptureJob, Failed, Found, Lookup, Reply, Restore, RestoreJob
+from ipc.messages import (
+    Capture,
+    Captured,
+    CaptureJob,
+    CopyJob,
+    Failed,
+    Found,
+    Lookup,
+    Reply,
+    Restore,
+    Restored,
+    RestoreJob,
+    SlotDirect,
+    SlotFrom,
+    SlotTo,
+)
 from shm.layout import Plane, RowGroup, StageLayout, StateGroup
 from shm.rows import pack_numbers, pack_rows
 from tests.support.core_harness import ROWS, Harness, pack_tokens
@@ -117,6 +133,16 @@ def test_a_windows_image_holds_what_the_window_holds(core: Harness) -> None:
     assert lookup(core, engine, range(700)).tokens == 600
 
 
+def test_images_of_another_window_are_refused_by_name(core: Harness) -> None:
+    wider = StageLayout((FULL, msgspec.structs.replace(WINDOW, window_tokens=112)))
+    assert wider.rows_for(112) == WINDOWED.rows_for(112)
+    assert isinstance(capture(core, core.register(layouts=(WINDOWED,)), (WINDOWED,), 112), Captured)
+    other = core.register(layouts=(wider,))
+    failure = core.failure(1, restore(core, other, (wider,), 112))
+    assert (failure.code, list(failure.detail)) == ("fingerprint_mismatch", ["layout.groups.0"])
+    assert lookup(core, other, range(112)).match == "miss"
+
+
 def test_a_window_that_has_not_passed_can_be_cut_anywhere(core: Harness) -> None:
     engine = core.register(layouts=(WINDOWED, WINDOWED))
     assert isinstance(capture(core, engine, (WINDOWED, WINDOWED), 100), Captured)
@@ -208,3 +234,43 @@ def test_of_more_rows_than_are_needed_the_first_are_used_however_they_are_given(
     ragged = Restore(core.next_seq(), engine, "a", ((pack_rows(first + beyond) + b"1",),), 1, "host")
     core.ask(1, ragged)
     assert core.failure(1, ragged.seq).code == "bad_rows"
+
+
+def test_a_window_of_one_stage_binds_all_of_them(core: Harness) -> None:
+    layouts = (StageLayout((FULL,)), WINDOWED)
+    engine = core.register(layouts=layouts)
+    assert isinstance(capture(core, engine, layouts, 600), Captured)
+    assert core.failure(1, restore(core, engine, layouts, 300)).code == "no_checkpoint"
+    assert lookup(core, engine, range(599)).match == "miss"
+    assert lookup(core, engine, range(600)).tokens == 600
+
+
+def test_slot_copies_take_the_state_at_their_last_token_along(core: Harness) -> None:
+    layouts = (HYBRID, LINEAR)
+    engine = core.register(layouts=layouts)
+    source = tuple(rows_for(layout, 600, [2]) for layout in layouts)
+    target = tuple(rows_for(layout, 600, [5], first=2048) for layout in layouts)
+    core.ask(1, SlotTo(core.next_seq(), engine, 600, source, 0, "host"))
+    core.ask(1, SlotDirect(core.next_seq(), engine, 600, source, target, 0, 1, "host"))
+    for stage, worker in enumerate(("cpu:0", "cpu:1")):
+        stored, copied = core.jobs(worker)
+        assert isinstance(copied, CopyJob)
+        assert (stored.positions, copied.positions) == (pack_numbers([600]),) * 2
+        assert (stored.rows, copied.rows, copied.target_rows) == (source[stage], source[stage], target[stage])
+    core.finish_all()
+    ask = SlotFrom(core.next_seq(), engine, 0, target, 1, "host")
+    core.ask(1, ask)
+    assert [core.jobs(worker)[0].positions for worker in ("cpu:0", "cpu:1")] == [pack_numbers([600])] * 2
+    core.finish_all()
+    assert isinstance(core.final(1, ask.seq), Restored)
+
+
+@pytest.mark.parametrize(("target_tokens", "slots"), [(599, [5]), (600, [])])
+def test_a_direct_copy_needs_as_many_target_rows_as_it_writes(
+    core: Harness, target_tokens: int, slots: list[int]
+) -> None:
+    engine = core.register(layouts=(HYBRID, HYBRID))
+    source, target = (rows_for(HYBRID, 600, [2]),), (rows_for(HYBRID, target_tokens, slots, first=2048),)
+    ask = SlotDirect(core.next_seq(), engine, 600, source, target, 0, 1, "host")
+    core.ask(1, ask)
+    assert core.failure(1, ask.seq).code == "bad_rows"

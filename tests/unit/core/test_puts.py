@@ -261,6 +261,7 @@ def test_wrong_parts_are_refused_by_name_and_change_nothing(core: Harness, excha
         (exchange.put(put, "y", 10, at=2048), "bad_rows"),
         (exchange.put(put, "y", 2 * MIB, rows=STEP - 1), "bad_rows"),
         (exchange.put(put, "half", 2 * MIB, first_row=STEP - 1, rows=2), "bad_rows"),
+        (exchange.put(put, "half", 2 * MIB, first_row=STEP + 1, rows=STEP - 1), "bad_rows"),
         (exchange.put(put, "half", 2 * MIB, first_row=2 * STEP, rows=0), "bad_rows"),
         (exchange.put(put, "half", 2 * MIB, first_row=-STEP, rows=STEP), "bad_rows"),
         (exchange.put(put, "half", 3 * MIB, first_row=STEP, rows=STEP), "unknown_part"),
@@ -396,8 +397,11 @@ def test_limits_of_a_put(make_core: MakeCore) -> None:
     assert code(core, exchange.put(put, "one more", 0)) == "too_many"
     assert isinstance(exchange.commit(put), Captured)
     put = exchange.begin("a")
+    exchange.put(put, "n" * 256, 10, meta="m" * 512)
+    core.fail("cpu:0")  # nothing of it counts any more
     for number in range(1365):
-        exchange.put(put, f"{number}".rjust(256, "0"), 0, meta="m" * 512)
+        last = exchange.put(put, f"{number}".rjust(256, "0"), 0, meta="m" * 512)
+        assert isinstance(core.final(1, last), PartStored)
     assert code(core, exchange.put(put, "n" * 256, 0, meta="m" * 512)) == "too_many"
     for _ in range(63):
         exchange.begin("b")

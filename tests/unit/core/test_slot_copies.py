@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from ipc.messages import (
+    CancelJob,
     Captured,
     Copied,
     CopyJob,
@@ -171,6 +172,32 @@ def test_transit_images_end_with_their_engine(core: Harness) -> None:
     core.ask(1, Unregister(core.next_seq(), engine))
     core.finish_all()
     assert core.final(1, reading)
+    assert (transits(core), core.core.state.catalog.used_bytes) == (0, 0)
+
+
+def test_a_copy_out_of_a_slot_leaves_the_transit_image_that_came_meanwhile(core: Harness) -> None:
+    engine = core.register()
+    core.slot_copy(engine, "slot_to")
+    core.finish_all()
+    former = core.slot_copy(engine, "slot_from")
+    core.slot_copy(engine, "slot_to", tokens=300)
+    for worker in ("cpu:0", "cpu:1"):
+        core.sent[worker].reverse()
+    core.finish_all()
+    assert isinstance(core.final(1, former), Restored)
+    (image,) = core.core.state.catalog.transits.values()
+    assert image.token_count == 300
+
+
+def test_a_copy_into_a_transit_image_is_stopped_when_its_engine_goes(core: Harness) -> None:
+    engine = core.register()
+    seq = core.slot_copy(engine, "slot_to")
+    jobs = [core.jobs(worker)[0].job for worker in ("cpu:0", "cpu:1")]
+    core.ask(1, Unregister(core.next_seq(), engine))
+    for number, worker in enumerate(("cpu:0", "cpu:1")):
+        assert CancelJob(jobs[number]) in core.sent[worker]
+        core.fail(worker, "cancelled")
+    assert core.failure(1, seq).code == "cancelled"
     assert (transits(core), core.core.state.catalog.used_bytes) == (0, 0)
 
 
