@@ -7,8 +7,8 @@ import pytest
 from ipc.messages import (
     Capture,
     Captured,
-    CudaIpcPool,
     Clear,
+    CudaIpcPool,
     Done,
     Drop,
     Failed,
