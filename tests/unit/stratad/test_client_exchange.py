@@ -34,7 +34,7 @@ from ipc.messages import (
 from shm.process import start_ticks
 from shm.rows import row_count, unpack_rows
 from stratad.client import Client, Exchange, Get
-from stratad.errors import Busy, DeadlineExceeded, Lost, NoSpace, PeerGone, UsageError
+from stratad.errors import Busy, Damaged, DeadlineExceeded, Lost, NoSpace, PeerGone, UsageError
 from tests.support.client_rig import FINGERPRINT
 from tests.support.fake_daemon import Answer, FakeDaemon, empty_stats, silence
 from tests.support.fake_worker import fake_worker
@@ -267,6 +267,24 @@ def test_what_failed_when_it_was_asked_for_ahead_is_asked_for_again(tmp_path: Pa
         wait_until(lambda: [p.part for p in daemon.of(GetPart)][-1] == 2)
         daemon.script[GetPart] = well
         assert got.read("b") == part_bytes(2, 0, 10)
+        got.close()
+        assert exchange.room.free_rows == 4 * STEP
+
+
+def test_nothing_of_a_piece_that_failed_reaches_the_readers_buffer(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, exchange), exchange.get("chat") as got:
+        well = daemon.script[GetPart]
+
+        def damage_the_second(request: Request) -> Iterable[Answer]:
+            assert isinstance(request, GetPart)
+            answers = tuple(well(request))
+            return (Failed(request.seq, "damaged", "changed"),) if request.first_row == STEP else answers
+
+        daemon.script[GetPart] = damage_the_second
+        buffer = bytearray(3 * MIB)
+        with pytest.raises(Damaged):
+            got.read_into("a", buffer)
+        assert buffer == part_bytes(0, 0, MIB) + bytes(2 * MIB)
         got.close()
         assert exchange.room.free_rows == 4 * STEP
 
