@@ -390,13 +390,13 @@ def raise_fences(state: State, op: Operation) -> None:
 
 
 class _KnownRows:
-    """Rows that were proven distinct; stages of one kind that share rows share the proof."""
+    """Rows that were proven distinct; stages whose groups share memory alike, and that share rows, share the proof."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], SpaceRows] = {}
+        self._known: dict[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]], SpaceRows] = {}
 
     def distinct(self, layout: StageLayout, rows: CutRows, stage: int) -> SpaceRows:
-        key = (id(layout), id(rows))  # by identity: to hash them is to look at each plane and row
+        key = (layout.spaces, tuple(map(id, rows.runs)))  # by identity: to hash them is to look at each row
         if key not in self._known:
             try:
                 self._known[key] = distinct_rows(layout, rows.runs)

@@ -23,6 +23,8 @@ from ipc.messages import (
 )
 from shm.layout import Plane, RowGroup, StageLayout, StateGroup
 from shm.rows import pack_numbers, pack_rows
+from stratad.core.failures import Refusal
+from stratad.core.row_lists import Need, cut_stages
 from tests.support.core_harness import ROWS, Harness, pack_tokens
 
 FULL = RowGroup((Plane(0, 64, 64, 4096),))
@@ -274,3 +276,15 @@ def test_a_direct_copy_needs_as_many_target_rows_as_it_writes(
     ask = SlotDirect(core.next_seq(), engine, 600, source, target, 0, 1, "host")
     core.ask(1, ask)
     assert core.failure(1, ask.seq).code == "bad_rows"
+
+
+def test_rows_are_unpacked_and_cut_once_for_all_kinds_of_stages() -> None:
+    kinds = [StageLayout((RowGroup((Plane(0, 32, 32, rows, 4, 0),)),)) for rows in (8, 9)]
+    one, other = cut_stages(kinds, ((pack_rows([(0, 1), (7, 1), (3, 1)]),),), Need(12, 0), 8)
+    assert one.runs == (((0, 1), (7, 1)),)
+    assert (one.runs[0] is other.runs[0], one.packed[0] is other.packed[0]) == (True, True)
+    whole = cut_stages(kinds, ((pack_rows([(0, 3)]),),), Need(12, 0), 12)
+    assert whole[0].runs[0] is whole[1].runs[0]
+    with pytest.raises(Refusal, match=r"run \(8, 1\) is empty or passes the last of 8 rows") as refused:
+        cut_stages(list(reversed(kinds)), ((pack_rows([(0, 2), (8, 1)]),),), Need(12, 0), 12)
+    assert (refused.value.code, refused.value.stage) == ("bad_rows", 1)
