@@ -23,7 +23,7 @@ from shm.rows import RowRuns, pack_rows
 from stratad._buffers import BufferLike, byte_view, describe
 from stratad._registration import Session
 from stratad._room import Transfer
-from stratad.errors import StratadError, UsageError
+from stratad.errors import Cancelled, StratadError, UsageError
 
 if TYPE_CHECKING:
     from stratad._exchange import Exchange
@@ -88,6 +88,9 @@ class Put:
                 self._send(name, view, note)
             except StratadError as exc:
                 self._note(name, exc)
+                raise
+            except BaseException:  # an interrupt, say: without it a commit would publish what lacks the part
+                self._note(name, Cancelled("cancelled", f"part {name!r} was not added: the call was interrupted"))
                 raise
 
     def commit(self) -> Captured:
