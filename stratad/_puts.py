@@ -23,7 +23,7 @@ from shm.rows import RowRuns, pack_rows
 from stratad._buffers import BufferLike, byte_view, describe
 from stratad._registration import Session
 from stratad._room import Transfer
-from stratad.errors import StratadError, UsageError
+from stratad.errors import Cancelled, StratadError, UsageError
 
 if TYPE_CHECKING:
     from stratad._exchange import Exchange
@@ -56,8 +56,8 @@ class Put:
         """Copy a part into the exchange and send it off: `data` may be changed as soon as this returns. Waits for room
         only. `meta` is a short note kept with the part; None: element type and shape, where `data` has them.
 
-        A part may fail after `add` has returned. The next `add`, or the commit, then raises its error, which names it
-        in ``detail["part"]``: it may be added again, and what that `add` was called with was not added.
+        A part may fail after `add` has returned. The next `add` of another part, or the commit, then raises its error,
+        which names it in ``detail["part"]``: it may be added again, and what that `add` was called with was not added.
 
         Raises:
             UsageError: `data` is no buffer or not contiguous, the name is taken, or the put has ended.
@@ -78,14 +78,19 @@ class Put:
             if name in self._names and name not in self._failed:
                 raise UsageError("duplicate_part", f"part {name!r} was added before")
             if name in self._failed:
+                # Whatever else has failed: of several parts, each must be let in again before the others are.
                 self._settle_all()  # only then may the part begin anew
                 del self._failed[name]
-            self._raise_failure()
+            else:
+                self._raise_failure()
             self._names.add(name)
             try:
                 self._send(name, view, note)
             except StratadError as exc:
                 self._note(name, exc)
+                raise
+            except BaseException:  # an interrupt, say: without it a commit would publish what lacks the part
+                self._note(name, Cancelled("cancelled", f"part {name!r} was not added: the call was interrupted"))
                 raise
 
     def commit(self) -> Captured:

@@ -1,4 +1,4 @@
-"""Tickets: one capture, restore or slot copy in flight, and whether workers may still touch its rows.
+"""Tickets: one capture, restore, slot copy or piece of a part in flight, and whether workers may still touch its rows.
 
     capture             sent -> accepted -> source_free -> published | failed
     restore, take       sent -> accepted ----------------> restored  | failed
@@ -50,11 +50,11 @@ _LOOK_S: Final = 0.05
 
 
 class Ticket(Generic[ResultT_co]):
-    """A capture (result `Captured`), a restore (`Restored`) or a slot copy in flight.
+    """A capture (result `Captured`), a restore (`Restored`), a slot copy or a piece of a part in flight.
 
-    Made by `Engine.capture`, `restore`, `take` and the slot copies. Nothing moves it on but its own methods and other
-    calls of the client: there is no thread behind it. Any thread may use it, and ``await ticket`` is `result` for
-    coroutines.
+    Made by `Engine.capture`, `restore`, `take` and the slot copies, and by puts and gets. Nothing moves it on but its
+    own methods and other calls of the client: there is no thread behind it. Any thread may use it, and ``await ticket``
+    is `result` for coroutines.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Ticket(Generic[ResultT_co]):
 
     @property
     def state(self) -> str:
-        """``sent``, ``accepted``, ``source_free``, ``published``, ``restored`` or ``copied``, ``failed``."""
+        """``sent``, ``accepted``, ``source_free``, ``failed``, or how its kind ends well (see the module)."""
         self._pump.poll()
         call = self._call
         if call.level == FINAL:

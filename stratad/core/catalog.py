@@ -103,6 +103,11 @@ class Image:
         """Whether nobody needs it: not pinned, not being restored or taken."""
         return not (self.pinned or self.readers or self.taken)
 
+    @property
+    def put_token_bytes(self) -> int:
+        """What its tokens take of the byte budget: all of them where it was put."""
+        return 0 if self.parts is None else len(self.tokens)
+
     def chunks(self) -> Iterator[Chunk]:
         """All chunks, stage after stage."""
         for stage in self.stages:
@@ -152,7 +157,9 @@ class StoredPiece(NamedTuple):
 
 @dataclass(slots=True)
 class Catalog:
-    """All images under one byte budget and one image budget; least recently used images make room.
+    """All images under one byte budget and one image budget; least recently used images make room. The tokens of puts
+    count against the byte budget, though they lie in the supervisor's own memory: there may be any number of them.
+    Those of a capture are a small part of its rows.
 
     `transits` are images on their way from slot to slot: they belong to an engine, which drops them. Nobody finds them,
     and they are never evicted.
@@ -168,6 +175,7 @@ class Catalog:
     evictions: int = 0
     token_bytes: int = 0  # of all images
     open_puts: int = 0  # images in the making whose parts are staged one by one
+    put_token_bytes: int = 0  # of those, and of the images that were put
     _by_name: dict[tuple[str, str], OrderedDict[str, Image]] = field(default_factory=dict)
     _recency: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _prefixes: PrefixIndex = field(default_factory=PrefixIndex)  # of images that can be restored to any length
@@ -239,15 +247,20 @@ class Catalog:
         `partial`. Ends with `publish_parts` or `end_put`.
 
         Raises:
-            Refusal: ``no_space``: what is left is pinned or in use.
+            Refusal: ``no_space`` (what is left is pinned or in use) or ``too_large`` (its tokens alone).
         """
-        self._make_room(draft, {}, 0, new_image=True)
+        token_bytes = len(draft.tokens)
+        if token_bytes > self.budget_bytes:
+            raise Refusal("too_large", f"the tokens have {token_bytes} bytes, the budget is {self.budget_bytes}")
+        self._make_room(draft, {}, token_bytes, new_image=True)
         self.open_puts += 1
+        self.put_token_bytes += token_bytes
 
-    def end_put(self) -> None:
+    def end_put(self, draft: Draft) -> None:
         """An image in the making comes to nothing; its parts were discarded."""
         assert self.open_puts > 0
         self.open_puts -= 1
+        self.put_token_bytes -= len(draft.tokens)
 
     def _make_room(self, draft: Draft, need: Mapping[str, int], total_bytes: int, *, new_image: bool) -> None:
         """Evict what stands in the way; on a refusal nothing."""
@@ -266,7 +279,8 @@ class Catalog:
             Refusal: ``no_space``: even all of them would not do.
         """
         short = {w: n - self.arenas[w].free_granules for w, n in need.items() if n > self.arenas[w].free_granules}
-        over_bytes = self.used_bytes + total_bytes - self.budget_bytes
+        held_bytes = self.used_bytes + self.put_token_bytes
+        over_bytes = held_bytes + total_bytes - self.budget_bytes
         held_images = len(self.images) + len(self.transits) + len(self._staged) + self.open_puts
         over_images = held_images + (0 if keep else 1) - self.budget_images if new_image else 0
         victims: list[Image] = []
@@ -277,7 +291,7 @@ class Catalog:
             if image_id is None:
                 raise Refusal(
                     "no_space",
-                    f"no room for {total_bytes} bytes: {self.used_bytes} of {self.budget_bytes} bytes and "
+                    f"no room for {total_bytes} bytes: {held_bytes} of {self.budget_bytes} bytes and "
                     f"{len(self.images)} of {self.budget_images} images are held, the rest is pinned or being copied",
                 )
             image = self.images[image_id]
@@ -285,6 +299,7 @@ class Catalog:
                 continue
             victims.append(image)
             over_images -= 1
+            over_bytes -= image.put_token_bytes
             for chunk in image.chunks():
                 dying[chunk] = dying.get(chunk, 0) + 1
                 if dying[chunk] == chunk.references and not chunk.reads:
@@ -314,7 +329,7 @@ class Catalog:
         self, draft: Draft, pieces: Sequence[StoredPiece], parts: tuple[ImagePart, ...], now_unix_s: float
     ) -> tuple[Image, int, Image | None]:
         """Make a put visible as one image of all `pieces` in order; else like `publish`."""
-        self.end_put()
+        self.end_put(draft)
         chunks: list[Chunk] = []
         new_bytes = 0
         for piece in pieces:
@@ -391,6 +406,7 @@ class Catalog:
             self.drop(previous)
         self.images[image.image_id] = image
         self.token_bytes += len(image.tokens)
+        self.put_token_bytes += image.put_token_bytes
         self._recency[image.image_id] = None
         self._by_name.setdefault((draft.scope.namespace, draft.conversation), OrderedDict())[
             draft.scope.fingerprint
@@ -479,6 +495,7 @@ class Catalog:
         """Remove an image. Its name is free at once; its extents as soon as no operation reads them."""
         del self.images[image.image_id]
         self.token_bytes -= len(image.tokens)
+        self.put_token_bytes -= image.put_token_bytes
         del self._recency[image.image_id]
         names = self._by_name[image.scope.namespace, image.conversation]
         del names[image.scope.fingerprint]
@@ -575,7 +592,8 @@ class Catalog:
         found = [image for image in self.images.values() if not image.damaged]
         assert len(self._prefixes) == sum(image.points is None for image in found)
         assert len(self._points) == sum(len(image.points or ()) for image in found)
-        assert self.used_bytes <= self.budget_bytes
+        assert self.put_token_bytes >= sum(image.put_token_bytes for image in self.images.values())
+        assert self.used_bytes + self.put_token_bytes <= self.budget_bytes
 
 
 def needed_granules(draft: Draft) -> dict[str, int]:

@@ -388,6 +388,9 @@ class Core:
         assert len({id(staged) for staged in held}) == len(held)
         assert {id(staged) for staged in held} == {id(staged) for staged in state.catalog.staged}
         assert state.catalog.open_puts == len(puts)
+        open_bytes = sum(len(put.draft.tokens) for put in puts)
+        images = state.catalog.images.values()
+        assert state.catalog.put_token_bytes == open_bytes + sum(image.put_token_bytes for image in images)
         copied = {id(op.piece) for op in state.ops.values() if op.piece is not None and not op.piece.put.ended}
         assert copied == {id(piece) for put in puts for piece in put.pieces() if piece.stored is None}
         readers: dict[int, int] = {}

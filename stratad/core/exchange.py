@@ -256,7 +256,7 @@ def end_put(state: State, engine: Engine, put: Put) -> None:
     for piece in put.pieces():
         if piece.stored is not None:
             state.catalog.discard(piece.stored.staged)
-    state.catalog.end_put()
+    state.catalog.end_put(put.draft)
     state.count("puts_ended")
 
 

@@ -59,21 +59,17 @@ def _check_order(engine: Engine, ordered: str) -> None:
                 )
 
 
-def _check_chunk_count(engine: Engine, tokens: int, checkpoints: int) -> None:
-    """Refuse an image of too many chunks.
+def _spans_by_stage(engine: Engine, tokens: int, positions: Sequence[int]) -> list[tuple[ChunkSpan, ...]]:
+    """The chunks of an image on every stage.
 
     Raises:
         Refusal: ``too_large``.
     """
-    counts = {id(kind): kind.chunk_count(tokens, checkpoints) for kind in engine.kinds}
+    counts = {id(kind): kind.chunk_count(tokens, len(positions)) for kind in engine.kinds}
     count = sum(counts[id(layout)] for layout in engine.layouts)
     if count > CHUNK_LIMIT:
         stages = len(engine.layouts)
         raise Refusal("too_large", f"{tokens} tokens on {stages} stages are {count} chunks, over {CHUNK_LIMIT}")
-
-
-def _spans_by_stage(engine: Engine, tokens: int, positions: Sequence[int]) -> list[tuple[ChunkSpan, ...]]:
-    """The chunks of an image on every stage."""
     spans = {id(kind): tuple(kind.chunks(tokens, positions)) for kind in engine.kinds}
     return [spans[id(layout)] for layout in engine.layouts]
 
@@ -98,6 +94,16 @@ def _positions(engine: Engine, packed: bytes, tokens: int) -> tuple[int, ...]:
     ascending = all(one < other for one, other in pairwise(positions))
     if positions and not (ascending and positions[0] > 0 and positions[-1] <= tokens):
         raise Refusal("bad_state", f"checkpoints must ascend from 1 to {tokens} tokens, got {positions[:8]}")
+    if any(position % engine.token_unit for position in positions):
+        raise Refusal(
+            "bad_state",
+            f"checkpoints must be multiples of {engine.token_unit} tokens, since planes that cannot locate tokens hold "
+            f"whole blocks, got {positions[:8]}",
+        )
+    if positions and not _points(engine.kinds, tokens, positions):
+        raise Refusal(
+            "bad_state", f"windows of {tokens} tokens have passed what every checkpoint needs, got {positions[:8]}"
+        )
     return positions
 
 
@@ -143,7 +149,7 @@ def _source(engine: Engine, request: Capture | SlotTo | SlotDirect, asked: int) 
     else:
         positions = (asked,) if engine.has_state else ()
     tokens = asked // engine.token_unit * engine.token_unit
-    _check_chunk_count(engine, tokens, len(positions))  # first: to read rows takes the longer the more there are
+    spans = _spans_by_stage(engine, tokens, positions)  # before rows are unpacked: so large an image bounds those too
     cuts = cut_stages(engine.layouts, request.rows, Need(asked, len(positions)), tokens)
     _check_order(engine, request.ordered)
     _check_slot(engine, request.slot)
@@ -153,7 +159,7 @@ def _source(engine: Engine, request: Capture | SlotTo | SlotDirect, asked: int) 
         raise Refusal(
             "bad_tokens", f"with states or windows, tokens must be a multiple of {engine.token_unit}, got {asked}"
         )
-    return _Source(tokens, positions, cuts, _spans_by_stage(engine, tokens, positions))
+    return _Source(tokens, positions, cuts, spans)
 
 
 def operation_of(
@@ -384,13 +390,13 @@ def raise_fences(state: State, op: Operation) -> None:
 
 
 class _KnownRows:
-    """Rows that were proven distinct; stages of one kind that share rows share the proof."""
+    """Rows that were proven distinct; stages whose groups share memory alike, and that share rows, share the proof."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], SpaceRows] = {}
+        self._known: dict[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]], SpaceRows] = {}
 
     def distinct(self, layout: StageLayout, rows: CutRows, stage: int) -> SpaceRows:
-        key = (id(layout), id(rows))  # by identity: to hash them is to look at each plane and row
+        key = (layout.spaces, tuple(map(id, rows.runs)))  # by identity: to hash them is to look at each row
         if key not in self._known:
             try:
                 self._known[key] = distinct_rows(layout, rows.runs)

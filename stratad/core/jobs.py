@@ -110,7 +110,7 @@ def source_free(state: State, worker: Worker, report: SourceFree) -> None:
         return
     op, stage = found
     run = op.stages[stage]
-    if run.state is not StageState.SENT:
+    if run.state is not StageState.SENT or not op.captures:  # what is written stays fenced up to the job's end
         return
     run.advance("free")
     _lower(state, op, stage)

@@ -140,7 +140,8 @@ class Operation:
     """What a client asked to have copied. `deadline_s` is when the caller stops waiting (monotonic seconds).
     `token_count` tokens of the image's `image_tokens` are copied; `positions` are those of its states, and `points` the
     numbers of tokens to which it can be restored (see `Image`). `chunks` are those of the image that it reads; of a
-    `PUT_PART` `piece` is the piece that it stores.
+    `PUT_PART` `piece` is the piece that it stores. `need` are the granules that it has to reserve, by worker, once
+    they were counted.
     """
 
     op_id: int
@@ -171,6 +172,7 @@ class Operation:
     told_free: bool = False
     waits_for: str = ""
     fenced: set[int] = field(default_factory=set)
+    need: dict[str, int] = field(default_factory=dict)
     piece: Piece | None = None
 
     def advance(self, event: str) -> None:

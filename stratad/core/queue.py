@@ -138,7 +138,7 @@ def _space(state: State, op: Operation) -> str:
         transit=op.kind is OpKind.SLOT_TO,
         partial=op.kind is OpKind.PUT_PART,
     )
-    need = needed_granules(draft)
+    need = op.need = op.need or needed_granules(draft)  # it may be asked for at every event
     for name in state.catalog.shortfall(need):
         worker = state.workers[name]
         if worker.can_grow(state.settings, state.now_s):

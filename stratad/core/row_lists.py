@@ -36,6 +36,74 @@ class CutRows(NamedTuple):
     packed: tuple[bytes, ...]
 
 
+class _Unpacked(NamedTuple):
+    """One group's rows: as runs and packed, how many they are, and a row that none of them reaches."""
+
+    runs: RowRuns
+    packed: bytes
+    length: int
+    limit: int
+
+    def first(self, length: int) -> "_Unpacked":
+        """The first `length` rows; itself where these are all of them, so that nothing is packed again."""
+        if length >= self.length:
+            return self
+        runs = first_rows(self.runs, length)
+        return _Unpacked(runs, pack_rows(runs), length, self.limit)
+
+
+class _Entries:
+    """The entries of a request. Each is unpacked once and cut once to a length, however many kinds of layouts ask for
+    it: equal rows are then one object, by which later steps know them.
+    """
+
+    def __init__(self, rows: PackedRows) -> None:
+        self._rows = rows
+        self._unpacked: dict[tuple[int, int, int], _Unpacked] = {}
+        self._cut: dict[tuple[int, int], _Unpacked] = {}
+        self._ends: dict[int, int] = {}
+
+    def run_count(self, which: int, group: int) -> int:
+        """Runs that a group's entry has.
+
+        Raises:
+            ValueError: not a whole number.
+        """
+        length = len(self._rows[which][group])
+        if length % RUN_BYTES:
+            raise ValueError(f"packed rows have {length} bytes, expected a multiple of {RUN_BYTES}")
+        return length // RUN_BYTES
+
+    def unpack(self, which: int, group: int, run_count: int, limit: int) -> _Unpacked:
+        """The first `run_count` runs of a group that has `limit` rows.
+
+        Raises:
+            ValueError: they are no runs, or pass its last row.
+        """
+        key = (which, group, run_count)
+        found = self._unpacked.get(key)
+        if found is None:
+            packed = self._rows[which][group][: RUN_BYTES * run_count]
+            runs = unpack_rows(packed, limit)
+            found = self._unpacked[key] = _Unpacked(runs, packed, row_count(runs), limit)
+        elif limit < found.limit and self._end(found) > limit:
+            unpack_rows(found.packed, limit)  # says which
+        return found
+
+    def _end(self, unpacked: _Unpacked) -> int:
+        """The row after the last one."""
+        if id(unpacked) not in self._ends:
+            self._ends[id(unpacked)] = max(map(sum, unpacked.runs), default=0)
+        return self._ends[id(unpacked)]
+
+    def cut(self, unpacked: _Unpacked, length: int) -> _Unpacked:
+        """The first `length` rows."""
+        key = (id(unpacked), length)
+        if key not in self._cut:
+            self._cut[key] = unpacked.first(length)
+        return self._cut[key]
+
+
 def cut_stages(layouts: Sequence[StageLayout], rows: PackedRows, need: Need, kept: int) -> list[CutRows]:
     """The rows of every stage that hold the first `kept` tokens, out of those that a request gives for `need`.
 
@@ -46,16 +114,28 @@ def cut_stages(layouts: Sequence[StageLayout], rows: PackedRows, need: Need, kep
     if len(rows) not in (1, count):
         raise Refusal("bad_rows", f"rows must be given once or once for each of {count} stages, got {len(rows)}")
     _check_run_count(layouts, rows)
+    entries = _Entries(rows)
     known: dict[tuple[int, int], CutRows] = {}  # layouts by identity: to hash one is to look at all its planes
     found: list[CutRows] = []
     for number, layout in enumerate(layouts):
         which = min(number, len(rows) - 1)
         cut = known.get((which, id(layout)))
         if cut is None:
+            groups = len(layout.all_groups)
+            if len(rows[which]) != groups:
+                text = f"rows of {len(rows[which])} groups were given, the stage has {groups}"
+                raise Refusal("bad_rows", text, stage=number)
             given = layout.rows_for(need.tokens, need.checkpoints)
             used = given if kept == need.tokens else layout.rows_for(kept, need.checkpoints)
-            runs = _unpack_groups(layout, rows[which], given, number, exact=need.exact)
-            cut = known[which, id(layout)] = _cut(runs, rows[which], used)
+            try:
+                every = [
+                    _unpack(entries, layout, which, group, given[group], exact=need.exact) for group in range(groups)
+                ]
+            except ValueError as exc:
+                raise Refusal("bad_rows", str(exc), stage=number) from exc
+            parts = [entries.cut(unpacked, length) for unpacked, length in zip(every, used, strict=True)]
+            cut = CutRows(tuple(part.runs for part in parts), tuple(part.packed for part in parts))
+            known[which, id(layout)] = cut
         found.append(cut)
     return found
 
@@ -76,33 +156,21 @@ def check_run_count(packed_bytes: int) -> None:
         raise Refusal("too_large", f"the rows are {runs} runs over all kinds of stages, the limit is {RUN_LIMIT}")
 
 
-def _cut(runs: GroupRuns, packed: tuple[bytes, ...], used: tuple[int, ...]) -> CutRows:
-    kept = tuple(map(first_rows, runs, used))
-    # What is used whole is packed already: `first_rows` gives back the very tuple then.
-    return CutRows(
-        kept, tuple(old if cut is all_ else pack_rows(cut) for cut, all_, old in zip(kept, runs, packed, strict=True))
-    )
+def _unpack(entries: _Entries, layout: StageLayout, which: int, number: int, count: int, *, exact: bool) -> _Unpacked:
+    """The rows of one group of a stage that needs `count`.
 
-
-def _unpack_groups(
-    layout: StageLayout, packed: tuple[bytes, ...], needed: tuple[int, ...], stage: int, *, exact: bool
-) -> GroupRuns:
-    groups = layout.all_groups
-    if len(packed) != len(groups):
-        raise Refusal("bad_rows", f"rows of {len(packed)} groups were given, the stage has {len(groups)}", stage=stage)
-    unpacked: list[RowRuns] = []
-    for number, (group, entry, count) in enumerate(zip(groups, packed, needed, strict=True)):
-        where = f"group {number}: " if len(groups) > 1 else ""
-        if exact and len(entry) > RUN_BYTES * count:  # before anything is built: every run has at least one row
-            raise Refusal(
-                "bad_rows", f"{where}{count} rows are needed, got {len(entry) // RUN_BYTES} runs", stage=stage
-            )
-        try:
-            runs = unpack_rows(entry, group.rows)
-        except ValueError as exc:
-            raise Refusal("bad_rows", f"{where}{exc}", stage=stage) from exc
-        got = row_count(runs)
-        if got != count and (exact or got < count):
-            raise Refusal("bad_rows", f"{where}{count} rows are needed, got {got}", stage=stage)
-        unpacked.append(runs)
-    return tuple(unpacked)
+    Raises:
+        ValueError: what is wrong with them.
+    """
+    where = f"group {number}: " if len(layout.all_groups) > 1 else ""
+    given = entries.run_count(which, number)
+    # Before anything is built: every run has at least one row, so what follows `count` runs is too much or not used.
+    if exact and given > count:
+        raise ValueError(f"{where}{count} rows are needed, got {given} runs")
+    try:
+        unpacked = entries.unpack(which, number, min(given, count), layout.all_groups[number].rows)
+    except ValueError as exc:
+        raise ValueError(f"{where}{exc}") from exc
+    if unpacked.length != count and (exact or unpacked.length < count):
+        raise ValueError(f"{where}{count} rows are needed, got {unpacked.length}")
+    return unpacked

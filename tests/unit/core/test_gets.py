@@ -8,6 +8,7 @@ from ipc.messages import (
     Capture,
     Captured,
     Clear,
+    CudaIpcPool,
     Done,
     Drop,
     Failed,
@@ -160,6 +161,7 @@ def test_wrong_gets_are_refused(core: Harness, exchange: CoreExchange) -> None:
         (exchange.get(got, 0, 0, rows=2 * STEP + 1), "bad_rows"),
         (exchange.get(got, 0, 0, rows=STEP - 1), "bad_rows"),
         (exchange.get(got, 0, 0, first_row=1, rows=STEP), "bad_rows"),
+        (exchange.get(got, 0, 0, first_row=1, rows=STEP - 1), "bad_rows"),
         (exchange.get(got, 0, 0, rows=0), "bad_rows"),
         (exchange.get(got, 0, 0, first_row=2 * STEP, rows=0), "bad_rows"),
         (exchange.get(got, 0, 0, first_row=-STEP, rows=STEP), "bad_rows"),
@@ -256,9 +258,11 @@ def test_an_exchange_has_one_stage_and_may_lie_beside_a_gpu(make_core: MakeCore)
     core.connect()
     good = exchange_layout()
     stages = tuple(Stage(n, f"GPU-{n + 1}", MemfdPool(n + 1, good.end_bytes), good) for n in range(2))
-    request = Register(core.next_seq(), "ns", "e", FINGERPRINT, stages, exchange=True)
-    core.ask(1, request)
-    assert code(core, request.seq) == "bad_layout"
+    on_device = (Stage(0, "GPU-1", CudaIpcPool(bytes(64), good.end_bytes, 0, good.end_bytes), good),)
+    for bad in (stages, on_device):
+        request = Register(core.next_seq(), "ns", "e", FINGERPRINT, bad, exchange=True)
+        core.ask(1, request)
+        assert code(core, request.seq) == "bad_layout"
     exchange = CoreExchange.register(core, worker="gpu1")
     put = exchange.begin("a")
     exchange.put(put, "x", GRANULE_BYTES)

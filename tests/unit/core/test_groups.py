@@ -2,12 +2,30 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
-from ipc.messages import Capture, Captured, CaptureJob, Failed, Found, Lookup, Reply, Restore, RestoreJob
+from ipc.messages import (
+    Capture,
+    Captured,
+    CaptureJob,
+    CopyJob,
+    Failed,
+    Found,
+    Lookup,
+    Reply,
+    Restore,
+    Restored,
+    RestoreJob,
+    SlotDirect,
+    SlotFrom,
+    SlotTo,
+)
 from shm.layout import Plane, RowGroup, StageLayout, StateGroup
 from shm.rows import pack_numbers, pack_rows
-from tests.support.core_harness import Harness, pack_tokens
+from stratad.core.failures import Refusal
+from stratad.core.row_lists import Need, cut_stages
+from tests.support.core_harness import ROWS, Harness, pack_tokens
 
 FULL = RowGroup((Plane(0, 64, 64, 4096),))
 WINDOW = RowGroup((Plane(262_144, 512, 512, 256, 16, 32),), window_tokens=100)
@@ -117,6 +135,16 @@ def test_a_windows_image_holds_what_the_window_holds(core: Harness) -> None:
     assert lookup(core, engine, range(700)).tokens == 600
 
 
+def test_images_of_another_window_are_refused_by_name(core: Harness) -> None:
+    wider = StageLayout((FULL, msgspec.structs.replace(WINDOW, window_tokens=112)))
+    assert wider.rows_for(112) == WINDOWED.rows_for(112)
+    assert isinstance(capture(core, core.register(layouts=(WINDOWED,)), (WINDOWED,), 112), Captured)
+    other = core.register(layouts=(wider,))
+    failure = core.failure(1, restore(core, other, (wider,), 112))
+    assert (failure.code, list(failure.detail)) == ("fingerprint_mismatch", ["layout.groups.0"])
+    assert lookup(core, other, range(112)).match == "miss"
+
+
 def test_a_window_that_has_not_passed_can_be_cut_anywhere(core: Harness) -> None:
     engine = core.register(layouts=(WINDOWED, WINDOWED))
     assert isinstance(capture(core, engine, (WINDOWED, WINDOWED), 100), Captured)
@@ -172,3 +200,91 @@ def test_with_windows_or_states_only_whole_units_are_captured(core: Harness) -> 
     assert isinstance(reply, Failed)
     assert reply.code == "bad_tokens"
     assert "multiple of 16" in reply.message
+
+
+def test_a_checkpoint_to_which_nothing_could_be_restored_is_refused(core: Harness) -> None:
+    blocks = StageLayout((RowGroup((Plane(0, 512, 512, 64, 16, 0),)),), STATES)
+    engine = core.register(layouts=(blocks, blocks))
+    reply = capture(core, engine, (blocks, blocks), 64, [(20, 1), (32, 2)])
+    assert isinstance(reply, Failed)
+    assert (reply.code, "multiples of 16" in reply.message) == ("bad_state", True)
+    assert isinstance(capture(core, engine, (blocks, blocks), 64, [(32, 1), (48, 2)]), Captured)
+    assert lookup(core, engine, [*range(47), 9]).tokens == 32
+
+
+def test_of_the_checkpoints_behind_a_window_at_least_one_must_be_of_use(core: Harness) -> None:
+    layout = StageLayout((FULL, WINDOW), STATES)
+    engine = core.register(layouts=(layout, layout))
+    reply = capture(core, engine, (layout, layout), 600, [(300, 1), (512, 2)])
+    assert isinstance(reply, Failed)
+    assert (reply.code, "windows" in reply.message) == ("bad_state", True)
+    assert isinstance(capture(core, engine, (layout, layout), 600, [(512, 1), (600, 2)]), Captured)
+    assert lookup(core, engine, range(599)).match == "miss"
+    assert lookup(core, engine, range(600)).tokens == 600
+
+
+def test_of_more_rows_than_are_needed_the_first_are_used_however_they_are_given(core: Harness) -> None:
+    engine = core.register()
+    core.capture(engine, "a", range(4))
+    core.finish_all()
+    first, beyond = [(9, 1), (7, 1), (5, 1), (3, 1)], [(20, 100), (ROWS + 5, 1)]
+    for rows in (pack_rows(first + beyond), pack_rows([*first[:3], (3, 500)])):
+        core.ask(1, Restore(core.next_seq(), engine, "a", ((rows,),), 1, "host"))
+        jobs = [core.jobs(worker)[0] for worker in ("cpu:0", "cpu:1")]
+        assert [job.rows for job in jobs] == [(pack_rows(first),)] * 2
+        core.finish_all()
+    ragged = Restore(core.next_seq(), engine, "a", ((pack_rows(first + beyond) + b"1",),), 1, "host")
+    core.ask(1, ragged)
+    assert core.failure(1, ragged.seq).code == "bad_rows"
+
+
+def test_a_window_of_one_stage_binds_all_of_them(core: Harness) -> None:
+    layouts = (StageLayout((FULL,)), WINDOWED)
+    engine = core.register(layouts=layouts)
+    assert isinstance(capture(core, engine, layouts, 600), Captured)
+    assert core.failure(1, restore(core, engine, layouts, 300)).code == "no_checkpoint"
+    assert lookup(core, engine, range(599)).match == "miss"
+    assert lookup(core, engine, range(600)).tokens == 600
+
+
+def test_slot_copies_take_the_state_at_their_last_token_along(core: Harness) -> None:
+    layouts = (HYBRID, LINEAR)
+    engine = core.register(layouts=layouts)
+    source = tuple(rows_for(layout, 600, [2]) for layout in layouts)
+    target = tuple(rows_for(layout, 600, [5], first=2048) for layout in layouts)
+    core.ask(1, SlotTo(core.next_seq(), engine, 600, source, 0, "host"))
+    core.ask(1, SlotDirect(core.next_seq(), engine, 600, source, target, 0, 1, "host"))
+    for stage, worker in enumerate(("cpu:0", "cpu:1")):
+        stored, copied = core.jobs(worker)
+        assert isinstance(copied, CopyJob)
+        assert (stored.positions, copied.positions) == (pack_numbers([600]),) * 2
+        assert (stored.rows, copied.rows, copied.target_rows) == (source[stage], source[stage], target[stage])
+    core.finish_all()
+    ask = SlotFrom(core.next_seq(), engine, 0, target, 1, "host")
+    core.ask(1, ask)
+    assert [core.jobs(worker)[0].positions for worker in ("cpu:0", "cpu:1")] == [pack_numbers([600])] * 2
+    core.finish_all()
+    assert isinstance(core.final(1, ask.seq), Restored)
+
+
+@pytest.mark.parametrize(("target_tokens", "slots"), [(599, [5]), (600, [])])
+def test_a_direct_copy_needs_as_many_target_rows_as_it_writes(
+    core: Harness, target_tokens: int, slots: list[int]
+) -> None:
+    engine = core.register(layouts=(HYBRID, HYBRID))
+    source, target = (rows_for(HYBRID, 600, [2]),), (rows_for(HYBRID, target_tokens, slots, first=2048),)
+    ask = SlotDirect(core.next_seq(), engine, 600, source, target, 0, 1, "host")
+    core.ask(1, ask)
+    assert core.failure(1, ask.seq).code == "bad_rows"
+
+
+def test_rows_are_unpacked_and_cut_once_for_all_kinds_of_stages() -> None:
+    kinds = [StageLayout((RowGroup((Plane(0, 32, 32, rows, 4, 0),)),)) for rows in (8, 9)]
+    one, other = cut_stages(kinds, ((pack_rows([(0, 1), (7, 1), (3, 1)]),),), Need(12, 0), 8)
+    assert one.runs == (((0, 1), (7, 1)),)
+    assert (one.runs[0] is other.runs[0], one.packed[0] is other.packed[0]) == (True, True)
+    whole = cut_stages(kinds, ((pack_rows([(0, 3)]),),), Need(12, 0), 12)
+    assert whole[0].runs[0] is whole[1].runs[0]
+    with pytest.raises(Refusal, match=r"run \(8, 1\) is empty or passes the last of 8 rows") as refused:
+        cut_stages(list(reversed(kinds)), ((pack_rows([(0, 2), (8, 1)]),),), Need(12, 0), 12)
+    assert (refused.value.code, refused.value.stage) == ("bad_rows", 1)

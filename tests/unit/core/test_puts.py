@@ -263,6 +263,7 @@ def test_wrong_parts_are_refused_by_name_and_change_nothing(core: Harness, excha
         (exchange.put(put, "y", 10, at=2048), "bad_rows"),
         (exchange.put(put, "y", 2 * MIB, rows=STEP - 1), "bad_rows"),
         (exchange.put(put, "half", 2 * MIB, first_row=STEP - 1, rows=2), "bad_rows"),
+        (exchange.put(put, "half", 2 * MIB, first_row=STEP + 1, rows=STEP - 1), "bad_rows"),
         (exchange.put(put, "half", 2 * MIB, first_row=2 * STEP, rows=0), "bad_rows"),
         (exchange.put(put, "half", 2 * MIB, first_row=-STEP, rows=STEP), "bad_rows"),
         (exchange.put(put, "half", 3 * MIB, first_row=STEP, rows=STEP), "unknown_part"),
@@ -388,6 +389,32 @@ def test_a_part_waits_for_space_that_operations_in_flight_hold(make_core: MakeCo
     assert isinstance(core.final(1, waits), PartStored)
 
 
+def test_tokens_of_puts_count_against_the_budget_of_bytes(make_core: MakeCore) -> None:
+    core = make_core(1, budget_bytes=MIB)
+    core.connect()
+    exchange = CoreExchange.register(core)
+    catalog = core.core.state.catalog
+    many = range(100_000)
+    for name in ("a", "b"):
+        assert isinstance(exchange.put_whole(name, {"x": 0}, many), Captured)
+    assert catalog.put_token_bytes == 2 * 400_000
+    third = exchange.begin("c", many)  # the least recently used one makes room
+    assert [image.conversation for image in catalog.images.values()] == ["b"]
+    other = exchange.begin("d", many)
+    assert not catalog.images
+    request = PutBegin(core.next_seq(), exchange.engine_id, "e", pack_tokens(many))
+    core.ask(1, request)
+    assert code(core, request.seq) == "no_space"
+    too_many = PutBegin(core.next_seq(), exchange.engine_id, "e", bytes(MIB + 4))
+    core.ask(1, too_many)
+    assert code(core, too_many.seq) == "too_large"
+    exchange.abort(other)
+    assert code(core, exchange.put(third, "x", MIB)) == "no_space"
+    exchange.put(third, "y", MIB // 2)
+    core.finish_all()
+    assert isinstance(exchange.commit(third), Captured)
+
+
 def test_limits_of_a_put(make_core: MakeCore) -> None:
     core = make_core(1)
     core.connect()
@@ -398,8 +425,11 @@ def test_limits_of_a_put(make_core: MakeCore) -> None:
     assert code(core, exchange.put(put, "one more", 0)) == "too_many"
     assert isinstance(exchange.commit(put), Captured)
     put = exchange.begin("a")
+    exchange.put(put, "n" * 256, 10, meta="m" * 512)
+    core.fail("cpu:0")  # nothing of it counts any more
     for number in range(1365):
-        exchange.put(put, f"{number}".rjust(256, "0"), 0, meta="m" * 512)
+        last = exchange.put(put, f"{number}".rjust(256, "0"), 0, meta="m" * 512)
+        assert isinstance(core.final(1, last), PartStored)
     assert code(core, exchange.put(put, "n" * 256, 0, meta="m" * 512)) == "too_many"
     for _ in range(63):
         exchange.begin("b")

@@ -12,15 +12,24 @@ from ipc.messages import (
     Clear,
     CudaIpcPool,
     Done,
+    Drop,
     Failed,
     Hello,
+    Images,
+    ListImages,
     Lookup,
+    Mark,
     MemfdPool,
+    OpenPool,
+    Pin,
+    PoolOpened,
     Register,
+    Registered,
     Release,
     Restore,
     Show,
     SlotDirect,
+    SlotDrop,
     Stage,
     Stats,
     Unregister,
@@ -205,6 +214,50 @@ def test_namespaces_belong_to_their_uid(core: Harness) -> None:
     show = Show(core.next_seq(), "ns", "a")
     core.ask(3, show)
     assert core.final(3, show.seq).image.conversation == "a"  # type: ignore[union-attr]
+
+
+def test_a_stranger_neither_sees_nor_changes_what_is_in_a_namespace(core: Harness) -> None:
+    core.connect(2, uid=2000)
+    engine = core.register(2)
+    core.capture(engine, "a", range(10), client=2)
+    core.finish_all()
+    core.connect(3, uid=3000)
+    before = dict(core.core.state.catalog.images)
+    for request in (
+        Show(core.next_seq(), "ns", "a"),
+        Drop(core.next_seq(), "ns", "a", force=True),
+        Pin(core.next_seq(), "ns", "a", True),
+        Clear(core.next_seq(), "ns"),
+        ListImages(core.next_seq(), "ns"),
+        Lookup(core.next_seq(), engine, pack_tokens(range(10))),
+        Mark(core.next_seq(), engine, 0, "poisoned"),
+        SlotDrop(core.next_seq(), engine, 0),
+        Unregister(core.next_seq(), engine),
+    ):
+        core.ask(3, request)
+        assert core.failure(3, request.seq).code in ("not_permitted", "not_registered"), request
+    assert core.core.state.catalog.images == before
+    assert not any(image.pinned for image in before.values())
+    for client, seen in ((2, 1), (3, 0), (1, 1)):  # the third is an administrator
+        request = ListImages(core.next_seq())
+        (reply,) = core.ask(client, request)
+        assert isinstance(reply, Images)
+        assert len(reply.images) == seen
+
+
+def test_of_two_users_who_want_a_new_namespace_at_once_one_gets_it(make_core: Callable[..., Harness]) -> None:
+    core = make_core()
+    core.auto = False
+    one, asked = layout(), {2: 2000, 3: 3000}
+    for client, uid in asked.items():
+        core.connect(client, uid)
+        stages = (Stage(0, "cpu:0", MemfdPool(1, one.end_bytes), one),)
+        core.ask(client, Register(client, "ns", "e", FINGERPRINT, stages))
+    for command in [command for command in core.sent["cpu:0"] if isinstance(command, OpenPool)]:
+        core.report("cpu:0", PoolOpened(command.pool))
+    assert isinstance(core.final(2, 2), Registered)
+    assert core.failure(3, 3).code == "not_permitted"
+    assert core.core.state.owners == {"ns": 2000}
 
 
 def test_a_namespace_is_its_owners_as_long_as_anything_is_in_it(core: Harness) -> None:

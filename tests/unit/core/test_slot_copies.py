@@ -4,7 +4,20 @@ from collections.abc import Callable
 
 import pytest
 
-from ipc.messages import Captured, Copied, CopyJob, Done, Lookup, Mark, Restored, RestoreJob, SlotDrop, Unregister
+from ipc.messages import (
+    CancelJob,
+    Captured,
+    Copied,
+    CopyJob,
+    Done,
+    Lookup,
+    Mark,
+    Restored,
+    RestoreJob,
+    SlotDrop,
+    SourceFree,
+    Unregister,
+)
 from shm.rows import pack_rows
 from tests.support.core_harness import Harness, pack_tokens
 
@@ -58,6 +71,17 @@ def test_source_rows_may_be_read_and_target_rows_by_nobody(core: Harness) -> Non
     assert core.failure(1, core.slot_copy(engine, "slot_direct", first_row=2000, target_row=599)).code == "rows_busy"
     core.finish_all()
     assert not len(core.core.state.fences)
+
+
+def test_rows_that_are_written_stay_fenced_whatever_a_worker_says_of_its_source(core: Harness) -> None:
+    engine = core.register()
+    seq = core.slot_copy(engine, "slot_direct")
+    for worker in ("cpu:0", "cpu:1"):
+        core.report(worker, SourceFree(core.jobs(worker)[0].job))
+    assert core.answers(1, seq) == []
+    assert core.failure(1, core.capture(engine, "b", range(10), first_row=1000)).code == "rows_busy"
+    core.finish_all()
+    assert isinstance(core.final(1, seq), Copied)
 
 
 def test_a_poisoned_slot_is_not_copied(core: Harness) -> None:
@@ -148,6 +172,32 @@ def test_transit_images_end_with_their_engine(core: Harness) -> None:
     core.ask(1, Unregister(core.next_seq(), engine))
     core.finish_all()
     assert core.final(1, reading)
+    assert (transits(core), core.core.state.catalog.used_bytes) == (0, 0)
+
+
+def test_a_copy_out_of_a_slot_leaves_the_transit_image_that_came_meanwhile(core: Harness) -> None:
+    engine = core.register()
+    core.slot_copy(engine, "slot_to")
+    core.finish_all()
+    former = core.slot_copy(engine, "slot_from")
+    core.slot_copy(engine, "slot_to", tokens=300)
+    for worker in ("cpu:0", "cpu:1"):
+        core.sent[worker].reverse()
+    core.finish_all()
+    assert isinstance(core.final(1, former), Restored)
+    (image,) = core.core.state.catalog.transits.values()
+    assert image.token_count == 300
+
+
+def test_a_copy_into_a_transit_image_is_stopped_when_its_engine_goes(core: Harness) -> None:
+    engine = core.register()
+    seq = core.slot_copy(engine, "slot_to")
+    jobs = [core.jobs(worker)[0].job for worker in ("cpu:0", "cpu:1")]
+    core.ask(1, Unregister(core.next_seq(), engine))
+    for number, worker in enumerate(("cpu:0", "cpu:1")):
+        assert CancelJob(jobs[number]) in core.sent[worker]
+        core.fail(worker, "cancelled")
+    assert core.failure(1, seq).code == "cancelled"
     assert (transits(core), core.core.state.catalog.used_bytes) == (0, 0)
 
 

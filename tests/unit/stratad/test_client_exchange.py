@@ -1,6 +1,7 @@
 """An exchange on a scripted daemon: what is sent in which order, and what a lost daemon's workers may still touch."""
 
 import os
+import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from ipc.messages import (
 from shm.process import start_ticks
 from shm.rows import row_count, unpack_rows
 from stratad.client import Client, Exchange, Get
-from stratad.errors import Busy, DeadlineExceeded, Lost, NoSpace, PeerGone, UsageError
+from stratad.errors import Busy, Cancelled, Damaged, DeadlineExceeded, Lost, NoSpace, PeerGone, UsageError
 from tests.support.client_rig import FINGERPRINT
 from tests.support.fake_daemon import Answer, FakeDaemon, empty_stats, silence
 from tests.support.fake_worker import fake_worker
@@ -181,6 +182,53 @@ def test_a_part_that_failed_is_named_and_may_be_added_again(tmp_path: Path) -> N
         assert exchange.room.free_rows == 4 * STEP
 
 
+def test_of_several_parts_that_failed_each_may_be_added_again(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, exchange):
+        well = daemon.script[PutPart]
+        daemon.script[PutPart] = silence
+        put = exchange.put("chat")
+        put.add("x", b"1")
+        put.add("y", b"2")
+        daemon.expect(PutPart, 2)
+        for part in daemon.of(PutPart):
+            daemon.say(Failed(part.seq, "no_space", "full"))
+        with pytest.raises(NoSpace):
+            put.commit()
+        daemon.script[PutPart] = well
+        for name in ("y", "x"):
+            put.add(name, b"3")
+        put.add("z", b"4")
+        put.commit()
+        assert [part.name for part in daemon.of(PutPart)] == ["x", "y", "y", "x", "z"]
+
+
+def test_a_put_that_lacks_a_part_whose_add_was_interrupted_is_not_committed(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, exchange):
+        well = daemon.script[PutPart]
+        daemon.script[PutPart] = silence
+        put = exchange.put("chat")
+        for number in range(4):
+            put.add(f"{number}", bytes(MIB))
+        daemon.expect(PutPart, 4)
+
+        def interrupt() -> None:
+            wait_until(lambda: exchange.client.pump._leader)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            put.add("late", b"1")
+        thread.join(5.0)
+        for part in daemon.of(PutPart):
+            daemon.say(PartStored(part.seq, MIB, ()))
+        with pytest.raises(Cancelled, match="'late' was not added"):
+            put.commit()
+        daemon.script[PutPart] = well
+        put.add("late", b"1")
+        put.commit()
+
+
 def test_a_part_begins_anew_only_when_nothing_of_it_is_on_its_way(tmp_path: Path) -> None:
     with rig(tmp_path) as (daemon, exchange):
         well = daemon.script[PutPart]
@@ -247,6 +295,24 @@ def test_what_failed_when_it_was_asked_for_ahead_is_asked_for_again(tmp_path: Pa
         wait_until(lambda: [p.part for p in daemon.of(GetPart)][-1] == 2)
         daemon.script[GetPart] = well
         assert got.read("b") == part_bytes(2, 0, 10)
+        got.close()
+        assert exchange.room.free_rows == 4 * STEP
+
+
+def test_nothing_of_a_piece_that_failed_reaches_the_readers_buffer(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, exchange), exchange.get("chat") as got:
+        well = daemon.script[GetPart]
+
+        def damage_the_second(request: Request) -> Iterable[Answer]:
+            assert isinstance(request, GetPart)
+            answers = tuple(well(request))
+            return (Failed(request.seq, "damaged", "changed"),) if request.first_row == STEP else answers
+
+        daemon.script[GetPart] = damage_the_second
+        buffer = bytearray(3 * MIB)
+        with pytest.raises(Damaged):
+            got.read_into("a", buffer)
+        assert buffer == part_bytes(0, 0, MIB) + bytes(2 * MIB)
         got.close()
         assert exchange.room.free_rows == 4 * STEP
 

@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -130,6 +131,22 @@ def test_a_source_that_changes_fails_the_capture(host: Host) -> None:
     assert isinstance(failed, JobFailed)
     assert failed.code == "source_changed"
     assert isinstance(lane.run(plan_job(device, pool, job), NEVER), JobDone)
+    pool.close()
+
+
+def test_nothing_of_a_job_that_failed_between_two_slices_is_kept(host: Host) -> None:
+    lanes = {kind: Lane(kind, host.cuda.copier(kind)) for kind in LaneKind}
+    pool = host.cuda.open_pool(host.stage(), host.descriptor)
+    rows, places = pack_rows([(0, 500)]), pack_places(host.places(500))
+    done = lanes[LaneKind.CAPTURE].run(plan_job(host.cuda, pool, CaptureJob(1, 1, (rows,), 500, places, False)), NEVER)
+    assert isinstance(done, JobDone), done
+    host.shuttle[GRANULE_BYTES] ^= 1
+    plan = plan_job(host.cuda, pool, RestoreJob(2, 1, (rows,), 500, 500, places, done.digests, (XXH3,), False))
+    assert len(plan.slices) == 2  # the second one has begun when the first one is found damaged
+    kept = weakref.ref(plan.rows[0])
+    assert isinstance(lanes[LaneKind.RESTORE].run(plan, NEVER), JobFailed)
+    del plan
+    assert kept() is None
     pool.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from shm.extent import ChunkPlace
-from shm.layout import ChunkSpan, Plane
+from shm.layout import ChunkSpan, Plane, StageLayout, StateGroup
 from shm.rows import pack_rows, row_count, unpack_rows
 from tests.support.layouts import stage_layout
 from workers.jobs import (
@@ -71,6 +71,18 @@ def test_restore_of_a_prefix_takes_the_chunks_that_hold_it() -> None:
     assert [(w.number, w.live_rows, w.tail_tokens, w.algorithm) for w in works] == [(0, 2, 0, "a"), (1, 2, 1, "b")]
     assert rows_needed(works, 1) == [4]
     assert restore_chunks(layout, 30, 0, (), places, digests=digests, algorithms=("a",)) == []
+
+
+def test_a_restore_writes_the_states_of_its_own_position_only() -> None:
+    layout = StageLayout((), (StateGroup((Plane(0, 8, 8, 4),)), StateGroup((Plane(32, 3, 4, 4),))))
+    places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(9, (3, 7, 9))]
+    works = restore_chunks(layout, 9, 7, (3, 7, 9), places, digests=bytes(range(96)), algorithms=("a",))
+    assert [(w.number, w.span.group, w.span.first_token, w.span.first_row) for w in works] == [
+        (2, 0, 7, 0),
+        (3, 1, 7, 0),
+    ]
+    assert [w.digest[0] for w in works] == [32, 48]
+    assert rows_needed(works, 2) == [1, 1]
 
 
 def test_capture_names_the_tail() -> None:
