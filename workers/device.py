@@ -32,8 +32,8 @@ class DeviceFailure(Exception):
 
 
 class PoolRefused(Exception):
-    """A pool cannot be used: ``unshareable``, ``probe_failed``, ``bad_layout``, ``foreign_device`` or
-    ``device_error``.
+    """A pool cannot be used: ``unshareable``, ``event_unshareable``, ``probe_failed``, ``bad_layout``,
+    ``foreign_device`` or ``device_error``.
     """
 
     def __init__(self, code: str, message: str) -> None:
