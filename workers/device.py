@@ -118,7 +118,9 @@ class Copier(Protocol):
     """Copies slices for one lane (see the module's text)."""
 
     before_copy: Callable[[SliceWork], None] | None
-    """Called between a source's digest and its copy; only `workers.faulty` sets it."""
+    """Called between a source's digest and its copy, and before a verified slice is written to its rows; only
+    `workers.faulty` sets it.
+    """
 
     @property
     def times(self) -> CopyTimes:
