@@ -38,6 +38,7 @@ class Call:
         "expected",
         "level",
         "lost",
+        "mend",
         "name",
         "on_final",
         "owner",
@@ -60,9 +61,11 @@ class Call:
         owner: Owner | None = None,
         retry: bool = False,
         on_final: "Callable[[Call], None] | None" = None,
+        mend: Callable[[StratadError], bool] | None = None,
     ) -> None:
         """`build` makes the message at the moment of sending, under the lock; `until_s` is monotonic; `on_final` is
-        called once, under the lock.
+        called once, under the lock. `mend` is asked there when the daemon refused: True sends the call again, made
+        anew.
         """
         self.name = name
         self.build = build
@@ -71,6 +74,7 @@ class Call:
         self.owner = owner
         self.retry = retry
         self.on_final = on_final
+        self.mend = mend
         self.seq = 0
         self.level = QUEUED
         self.reached = QUEUED  # the level before the final one

@@ -104,8 +104,9 @@ class Engine:
     ) -> Ticket[Captured]:
         """Start to capture `tokens` out of the rows into an image of `conversation`; returns at once.
 
-        The copy is ordered after all work that is on the stages' current streams now; only where the GPU runtime shares
-        no events is that work waited for. The rows must not be written until the ticket is source free.
+        The copy is ordered after all work that is on the stages' current streams now; that work is waited for only
+        where the GPU runtime shares no events, or shares none with the daemon because that runs as another user. The
+        rows must not be written until the ticket is source free.
         Where stages have states, `checkpoints` are the positions, ascending, at which the image is to hold them, each
         with the state slot where that state lies: ``(token position, state slot)``.
 

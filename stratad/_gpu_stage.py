@@ -4,7 +4,10 @@ import ctypes
 import functools
 import struct
 import sys
+import threading
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from ipc.messages import CudaIpcPool, Stage
 from shm.gpu_runtime import DEVICE_TO_HOST, GpuError, GpuRuntime, GpuUnavailable
@@ -39,7 +42,9 @@ class GpuExport:
     ) -> None:
         """`pool` is complete; `event` is 0 where the runtime shares no events."""
         self.layout: Final = layout
-        self.ordered: Final = "event" if event else "host"
+        self.ordered = "event" if event else "host"
+        # An event must not be recorded once nobody asks it any more.
+        self._ordering = threading.Lock()
         self._runtime = runtime
         self._uuid = uuid
         self._tensor: torch.Tensor | None = tensor
@@ -68,12 +73,25 @@ class GpuExport:
             # The default stream is the current device's: without this the event would be recorded on another GPU.
             with torch.cuda.device(tensor.device):
                 stream: int = torch.cuda.current_stream(tensor.device).cuda_stream
-                if self._event:
-                    self._runtime.event_record(self._event, stream)
-                else:
-                    self._runtime.stream_synchronize(stream)
+                with self._ordering:
+                    if self.ordered == "event":
+                        self._runtime.event_record(self._event, stream)
+                        return
+                self._runtime.stream_synchronize(stream)
         except GpuError as exc:
             raise PeerGone("device_error", f"the operation cannot be ordered: {exc}") from exc
+
+    def order_by_host(self) -> None:
+        """See `StageExport`."""
+        with self._ordering:
+            if self.ordered == "host":
+                return
+            try:
+                self._runtime.event_synchronize(self._event)
+            except GpuError as exc:
+                raise PeerGone("device_error", f"the event cannot be waited for: {exc}") from exc
+            self.ordered = "host"
+            self._pool = msgspec.structs.replace(self._pool, event_handle=b"")
 
     def attach(self, hold: Hold) -> None:
         """Nothing to do: the tensor is kept alive until `close`."""

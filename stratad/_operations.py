@@ -73,7 +73,6 @@ class Operations:
         self._registration: Final = registration
         self._layouts = layouts
         self._fences = fences
-        self._has_event = any(export.ordered == "event" for export in registration.exports)
 
     def capture(
         self,
@@ -88,10 +87,10 @@ class Operations:
         """Capture rows into an image."""
         packed = pack_tokens(tokens)
         reading = self._reading(given, len(packed) // 4, slot, checkpoints)
-        ordered = self._order()
+        self._order()
 
         def build(seq: int, left_s: float) -> Request:
-            engine_id, rows = self._registration.engine_id, reading.use.packed
+            engine_id, rows, ordered = self._registration.engine_id, reading.use.packed, self._ordered()
             return Capture(seq, engine_id, conversation, packed, rows, slot, ordered, reading.positions, left_s)
 
         return self._start("capture", build, Captured, (reading.use,), slot, deadline_s)
@@ -103,10 +102,10 @@ class Operations:
         if image.tokens < -1 or image.tokens == 0:
             raise UsageError("bad_tokens", f"tokens must be -1 (all) or above 0, got {image.tokens}")
         use = self._writing(given, image.tokens, (slot,), slot)
-        ordered = self._order()
+        self._order()
 
         def build(seq: int, left_s: float) -> Request:
-            engine_id, rows = self._registration.engine_id, use.packed
+            engine_id, rows, ordered = self._registration.engine_id, use.packed, self._ordered()
             conversation, image_id, tokens, take = image
             return Restore(seq, engine_id, conversation, rows, slot, ordered, image_id, tokens, take, left_s)
 
@@ -120,10 +119,11 @@ class Operations:
         slot, target_slot = slots
         reading = self._reading(source, _counted(tokens), slot, self._state_at(tokens, slot))
         use = self._writing(target, tokens, (target_slot,), target_slot)
-        ordered = self._order()
+        self._order()
 
         def build(seq: int, left_s: float) -> Request:
-            engine_id, rows, target_rows = self._registration.engine_id, reading.use.packed, use.packed
+            engine_id, ordered = self._registration.engine_id, self._ordered()
+            rows, target_rows = reading.use.packed, use.packed
             return SlotDirect(seq, engine_id, tokens, rows, target_rows, slot, target_slot, ordered, left_s)
 
         uses = (reading.use, use)
@@ -132,10 +132,10 @@ class Operations:
     def slot_to(self, tokens: int, given: RowsGiven, slot: int, deadline_s: float | None) -> Ticket[Captured]:
         """Copy rows into the slot's transit image."""
         reading = self._reading(given, _counted(tokens), slot, self._state_at(tokens, slot))
-        ordered = self._order()
+        self._order()
 
         def build(seq: int, left_s: float) -> Request:
-            engine_id, rows = self._registration.engine_id, reading.use.packed
+            engine_id, rows, ordered = self._registration.engine_id, reading.use.packed, self._ordered()
             return SlotTo(seq, engine_id, tokens, rows, slot, ordered, left_s)
 
         return self._start("slot_to", build, Captured, (reading.use,), slot, deadline_s)
@@ -145,10 +145,10 @@ class Operations:
     ) -> Ticket[Restored]:
         """Copy a slot's transit image into rows."""
         use = self._writing(given, -1, (slot,), slot)
-        ordered = self._order()
+        self._order()
 
         def build(seq: int, left_s: float) -> Request:
-            engine_id, rows = self._registration.engine_id, use.packed
+            engine_id, rows, ordered = self._registration.engine_id, use.packed, self._ordered()
             return SlotFrom(seq, engine_id, source_slot, rows, slot, ordered, keep, left_s)
 
         return self._start("slot_from", build, Restored, (use,), slot, deadline_s)
@@ -195,11 +195,16 @@ class Operations:
         _check_slot(slot)
         return RowUse(stage_rows(self._layouts, given, tokens, slots), writes=True)
 
-    def _order(self) -> str:
-        """Order the operation after what is on the current streams; says how the daemon can see that."""
+    def _order(self) -> None:
+        """Order the operation after what is on the current streams."""
         for export in self._registration.exports:
             export.order()
-        return "event" if self._has_event else "host"
+
+    def _ordered(self) -> str:
+        """How the daemon can see that. Asked when a request is made: the daemon may be another one than it was when
+        the operation was ordered, and one that cannot ask our events.
+        """
+        return "event" if any(export.ordered == "event" for export in self._registration.exports) else "host"
 
     def _start(  # noqa: PLR0917 - all of them make the one request
         self,

@@ -483,7 +483,10 @@ class Pump:
             failed = error_for(
                 reply.code, reply.message, stage=reply.stage, stages=reply.stages, detail=dict(reply.detail)
             )
-            self._fail(call, failed)
+            if call.mend is not None and not call.abandoned and call.mend(failed):
+                self._send(link, call)
+            else:
+                self._fail(call, failed)
         elif isinstance(reply, Progress) and reply.state in PROGRESS:
             self._advance(call, PROGRESS[reply.state])
         else:

@@ -184,8 +184,21 @@ class Registration:
             left_s = call.remaining_s()
             return Register(seq, self.namespace, self.name, self.fingerprint, stages, left_s, self._exchange)
 
-        call = Call(name, build, Registered, until_s, retry=retry, on_final=self._registered)
+        call = Call(name, build, Registered, until_s, retry=retry, on_final=self._registered, mend=self._mend)
         return call
+
+    def _mend(self, error: StratadError) -> bool:
+        """Whether stages that were refused for their events can be registered without."""
+        if self.closed or error.code != "event_unshareable":
+            return False
+        # One daemon's workers are one user's: what one of them cannot open, none can.
+        with_event = [export for export in self.exports if export.ordered == "event"]
+        try:
+            for export in with_event:
+                export.order_by_host()
+        except StratadError:
+            return False
+        return bool(with_event)
 
     def _registered(self, call: Call) -> None:
         """The final reply of a registration, first or repeated."""

@@ -42,6 +42,15 @@ class StageExport(Protocol):
         """Order what the worker will do after all that was submitted to the stage's current stream until now."""
         ...
 
+    def order_by_host(self) -> None:
+        """The daemon's workers cannot ask our event: from now on `ordered` is ``host``. Waits for what the event was
+        recorded after.
+
+        Raises:
+            StratadError: the device failed.
+        """
+        ...
+
     def attach(self, hold: Hold) -> None:
         """Have the memory's owner ask `hold` before it releases the memory."""
         ...
@@ -71,6 +80,9 @@ class CpuExport:
 
     def order(self) -> None:
         """Nothing to do: the engine's stores were made by its own program order."""
+
+    def order_by_host(self) -> None:
+        """Nothing to do."""
 
     def attach(self, hold: Hold) -> None:
         """See `StageExport`."""

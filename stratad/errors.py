@@ -110,6 +110,7 @@ CODES: Final[dict[str, type[StratadError]]] = {
     "fingerprint_mismatch": UsageError,
     "foreign_device": UsageError,
     "unshareable": UsageError,
+    "event_unshareable": UsageError,
     "probe_failed": UsageError,
     "unknown_conversation": UsageError,
     "unknown_image": UsageError,

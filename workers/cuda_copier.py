@@ -41,6 +41,7 @@ class _Slot:
         self.copied = runtime.event_create()
         self.written = runtime.event_create()
         counts.events += 3
+        self.work: SliceWork | None = None
         self.loaded: LoadedSlice | None = None
         self.reads_table = False
 
@@ -149,6 +150,7 @@ class CudaCopier:
             # The slot's last scatter may still read its staging and its tables.
             runtime.stream_wait_event(self._copy, entry.written)
             runtime.stream_wait_event(self._check, entry.written)
+            entry.work = work
             loaded = entry.loaded = self._load(entry, work, table, self._check)
             for host, device, size in self._runs(loaded):
                 runtime.memcpy_async(device, host, size, HOST_TO_DEVICE, self._copy)
@@ -189,7 +191,11 @@ class CudaCopier:
         with translated():
             entry = self._slots[slot]
             loaded, entry.loaded = entry.loaded, None
+            work, entry.work = entry.work, None
             assert loaded is not None, "a slot is verified before it is scattered"
+            assert work is not None
+            if self.before_copy is not None:
+                self.before_copy(work)
             self._kernels.scatter(loaded, self._work)
             self._runtime.event_record(entry.written, self._work)
 
@@ -209,7 +215,7 @@ class CudaCopier:
                     raise failures[0]
         finally:
             for entry in self._slots:
-                entry.loaded = None
+                entry.loaded = entry.work = None
             self._copy_s += time.perf_counter() - start_s
 
     def close(self) -> None:

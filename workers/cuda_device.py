@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Final
 
@@ -170,7 +171,7 @@ class CudaDevice:
         event = 0
         try:
             if wanted.event_handle:
-                event = self._runtime.ipc_open_event(wanted.event_handle)
+                event = self._open_event(wanted.event_handle)
             memory = PoolMemory(base + wanted.offset_bytes, wanted.pool_bytes, release)
             pool = CudaPool(self._runtime, self._counts, memory, stage.layout, event=event, stream=self._setup_stream)
         except (GpuError, ValueError) as exc:
@@ -179,6 +180,9 @@ class CudaDevice:
                     self._runtime.event_destroy(event)
             release()
             raise PoolRefused("device_error", str(exc)) from exc
+        except PoolRefused:
+            release()
+            raise
         try:
             check_probe(pool, stage)
         except DeviceFailure as exc:
@@ -188,6 +192,21 @@ class CudaDevice:
             pool.close()
             raise
         return pool
+
+    def _open_event(self, handle: bytes) -> int:
+        """The engine's event. CUDA lets a process map another user's memory, but not open another user's event.
+
+        Raises:
+            GpuError: the device is of no more use.
+            PoolRefused: the pool can only be used without an event.
+        """
+        try:
+            return self._runtime.ipc_open_event(handle)
+        except (GpuError, ValueError) as exc:
+            if isinstance(exc, GpuError) and exc.sticky:
+                raise
+            why = f"the event cannot be opened by uid {os.geteuid()}: {exc}"
+            raise PoolRefused("event_unshareable", f"{why}; register without one, and order by host") from exc
 
     def _check(self, stage: Stage, wanted: CudaIpcPool) -> None:
         try:

@@ -32,8 +32,8 @@ class DeviceFailure(Exception):
 
 
 class PoolRefused(Exception):
-    """A pool cannot be used: ``unshareable``, ``probe_failed``, ``bad_layout``, ``foreign_device`` or
-    ``device_error``.
+    """A pool cannot be used: ``unshareable``, ``event_unshareable``, ``probe_failed``, ``bad_layout``,
+    ``foreign_device`` or ``device_error``.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -118,7 +118,9 @@ class Copier(Protocol):
     """Copies slices for one lane (see the module's text)."""
 
     before_copy: Callable[[SliceWork], None] | None
-    """Called between a source's digest and its copy; only `workers.faulty` sets it."""
+    """Called between a source's digest and its copy, and before a verified slice is written to its rows; only
+    `workers.faulty` sets it.
+    """
 
     @property
     def times(self) -> CopyTimes:

@@ -2,7 +2,8 @@
 
 It knows what a real one punishes: copies to host memory that is not page-locked, or across two registrations, and
 addresses that lie in no allocation, fail with error 1; after `fail_next` the next copy fails with the given code, after
-`fail_next_sync` the next wait for a stream; `hide_ranges` makes it keep the sizes of allocations to itself.
+`fail_next_sync` the next wait for a stream or an event; `hide_ranges` makes it keep the sizes of allocations to itself,
+`refuse_events` makes it open no event of another process.
 """
 
 import ctypes
@@ -26,8 +27,8 @@ typedef unsigned char byte;
 static std::mutex lock;
 static std::map<byte*, size_t> allocations, locked;
 static std::map<std::string, void*> kernels;
-static int failure = 0, sync_failure = 0, ranges_hidden = 0, pending_event = 0;
-static long handles = 1, live = 0, waits = 0;
+static int failure = 0, sync_failure = 0, ranges_hidden = 0, pending_event = 0, refused_events = 0;
+static long handles = 1, live = 0, waits = 0, waits_for_events = 0;
 
 static bool inside(std::map<byte*, size_t>& ranges, const void* at, size_t size) {
   auto next = ranges.upper_bound((byte*)at);
@@ -91,7 +92,7 @@ API cudaEventCreateWithFlags(void** e, unsigned) { live++; *e = (void*)(handles+
 API cudaEventDestroy(void*) { live--; return 0; }
 API cudaEventRecord(void*, void*) { return 0; }
 API cudaEventQuery(void*) { if (pending_event > 0) { pending_event--; return 600; } return 0; }
-API cudaEventSynchronize(void*) { return 0; }
+API cudaEventSynchronize(void*) { waits_for_events++; int code = sync_failure; sync_failure = 0; return code; }
 struct Opaque { byte reserved[64]; };
 API cudaIpcGetMemHandle(Opaque* h, void* p) {
   std::lock_guard<std::mutex> hold(lock);
@@ -108,7 +109,11 @@ API cudaIpcOpenMemHandle(void** p, Opaque h, unsigned flags) {
 }
 API cudaIpcCloseMemHandle(void*) { live--; return 0; }
 API cudaIpcGetEventHandle(Opaque* h, void* e) { memset(h, 0, 64); memcpy(h, &e, 8); return 0; }
-API cudaIpcOpenEventHandle(void** e, Opaque h) { memcpy(e, &h, 8); live++; return 0; }
+API cudaIpcOpenEventHandle(void** e, Opaque h) {
+  if (refused_events) return refused_events;
+  memcpy(e, &h, 8); live++;
+  return 0;
+}
 API cudaGetLastError() { return 0; }
 extern "C" const char* cudaGetErrorString(int) { return "made up"; }
 API cuInit(unsigned) { return 0; }
@@ -140,7 +145,9 @@ API cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
 extern "C" void fail_next(int code) { failure = code; }
 extern "C" void fail_next_sync(int code) { sync_failure = code; }
 extern "C" void hide_ranges(int yes) { ranges_hidden = yes; }
+extern "C" void refuse_events(int code) { refused_events = code; }
 extern "C" long stream_waits() { return waits; }
+extern "C" long event_waits_done() { return waits_for_events; }
 extern "C" void event_waits(int turns) { pending_event = turns; }
 extern "C" long live_handles() { return live; }
 extern "C" long live_allocations() { return (long)allocations.size(); }

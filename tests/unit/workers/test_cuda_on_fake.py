@@ -17,7 +17,7 @@ from workers.cuda_device import CudaDevice
 from workers.cuda_memory import Counts
 from workers.cuda_pool import AllocationBook
 from workers.device import DeviceFailure, LaneKind, PoolRefused
-from workers.digest import MLH, XXH3, Digester
+from workers.digest import MLH, XXH3, Bytes, Digester
 from workers.faulty import FaultyDevice
 from workers.lanes import Lane, plan_job
 
@@ -82,6 +82,35 @@ def test_a_changing_source_fails_the_capture(runtime: GpuRuntime) -> None:
     failed = lane.run(plan_job(device, pool, job), NEVER)
     assert isinstance(failed, JobFailed)
     assert (failed.code, failed.chunk) == ("source_changed", 0)
+    pool.close()
+    gpu.close()
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_restore_can_be_killed_in_its_middle(runtime: GpuRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(runtime, slot_layout(), slice_bytes=8192)
+    device = FaultyDevice(gpu.cuda, {"restore.copy_kill": "2"})
+    lanes = {kind: Lane(kind, device.copier(kind)) for kind in LaneKind}
+    pool = device.open_pool(gpu.stage(), -1)
+    rows, places = packed_rows(gpu.layout, range(64)), pack_places(gpu.places(64))
+    done = lanes[LaneKind.CAPTURE].run(plan_job(device, pool, CaptureJob(1, 1, rows, 64, places, False)), NEVER)
+    assert isinstance(done, JobDone)
+    before = gpu.memory.copy()
+    gpu.memory[:] = 0
+    at_death: list[Bytes] = []
+    monkeypatch.setattr("os.kill", lambda _pid, _number: at_death.append(gpu.memory.copy()))
+    restore = RestoreJob(2, 1, rows, 64, 64, places, done.digests, (MLH,), False)
+    plan = plan_job(device, pool, restore)
+    assert isinstance(lanes[LaneKind.RESTORE].run(plan, NEVER), JobDone)
+    (memory,) = at_death
+    first, count = plan.slices[0]
+    rows_before = sum(chunk.span.row_count for chunk in plan.chunks[first : first + count])
+    assert 0 < rows_before < 64
+    plane = gpu.layout.groups[0].planes[0]
+    for row in range(64):
+        start = plane.offset_bytes + row * plane.row_stride_bytes
+        expected = before[start : start + plane.row_bytes] if row < rows_before else bytes(plane.row_bytes)
+        assert memory[start : start + plane.row_bytes].tobytes() == bytes(expected)
     pool.close()
     gpu.close()
 
