@@ -218,6 +218,15 @@ class Operation:
             run.outcome if run.outcome is not None else StageOutcome(run.stage, "untouched") for run in self.stages
         )
 
+    def bytes_to_move(self, run: StageRun) -> int:
+        """Bytes of the chunks that a stage copies. Of an image that has more tokens, or states at several positions, a
+        restore leaves some out.
+        """
+        if self.image is None or (self.token_count == self.image_tokens and not self.positions):
+            return sum(span.length_bytes for span in run.spans)
+        end = self.token_count
+        return sum(s.length_bytes for s in run.spans if (s.first_token == end if s.is_state else s.first_token < end))
+
     def places(self, run: StageRun) -> tuple[ChunkPlace, ...]:
         """Where the chunks of a stage lie."""
         if self.staged is not None:
