@@ -140,8 +140,8 @@ class Operation:
     """What a client asked to have copied. `deadline_s` is when the caller stops waiting (monotonic seconds).
     `token_count` tokens of the image's `image_tokens` are copied; `positions` are those of its states, and `points` the
     numbers of tokens to which it can be restored (see `Image`). `chunks` are those of the image that it reads; of a
-    `PUT_PART` `piece` is the piece that it stores. `need` are the granules that it has to reserve, by worker, once
-    they were counted.
+    `PUT_PART` `piece` is the piece that it stores. `need` are the granules that it has to reserve, by worker, and
+    `shuttles` those that hold what it reads, by worker, once either was counted.
     """
 
     op_id: int
@@ -173,6 +173,7 @@ class Operation:
     waits_for: str = ""
     fenced: set[int] = field(default_factory=set)
     need: dict[str, int] = field(default_factory=dict)
+    shuttles: dict[str, set[int]] = field(default_factory=dict)
     piece: Piece | None = None
 
     def advance(self, event: str) -> None:
@@ -232,6 +233,12 @@ class Operation:
         if self.staged is not None:
             return self.staged.places[run.stage]
         return tuple(chunk.place for chunk in self.stored(run))
+
+    def count_shuttles(self) -> None:
+        """Find out which shuttles hold the image that it reads. Chunks that are held stay where they are."""
+        for run in self.stages:
+            found = self.shuttles.setdefault(run.worker, set())
+            found.update(extent.shuttle for place in self.places(run) for extent in place.extents)
 
     def stored(self, run: StageRun) -> tuple[Chunk, ...]:
         """The chunks of its image that a stage reads."""
