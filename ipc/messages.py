@@ -691,7 +691,9 @@ class Captured(Message, frozen=True, tag="captured"):
 
 
 class Restored(Message, frozen=True, tag="restored"):
-    """The rows hold the image's first `tokens` tokens, every chunk verified."""
+    """The rows hold the image's first `tokens` tokens, every chunk verified. `image_bytes` are those of the whole
+    image, also where fewer tokens were asked for; what was moved of it, `stages` say.
+    """
 
     seq: int
     image_id: int

@@ -32,6 +32,9 @@ import msgspec
 # What workers can address: a row is one item of an array, and strides are signed 64-bit numbers there.
 ROW_BYTES_LIMIT: Final = 2**31
 NUMBER_LIMIT: Final = 2**62
+# A worker copies a chunk as a whole and keeps it in private memory meanwhile, on the host or on its GPU: an engine must
+# not be able to make that memory as large as a sparse pool. (GPU kernels count the bytes of a chunk in 32 bits, too.)
+CHUNK_BYTES_LIMIT: Final = 2**30
 
 
 class LayoutError(ValueError):
@@ -204,6 +207,12 @@ class StageLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
                 spans.append(ChunkSpan(number, True, checkpoint, 1, position, 0, state.row_bytes))
         return spans
 
+    def chunk_rows(self, group: RowGroup | StateGroup) -> int:
+        """Rows that a chunk of the group has at most: no more than its planes have."""
+        if isinstance(group, StateGroup):
+            return 1
+        return min(self._tokens_per_chunk(group) // group.tokens_per_row, group.rows)
+
     def _tokens_per_chunk(self, group: RowGroup) -> int:
         return max(1, self.chunk_tokens // group.tokens_per_row) * group.tokens_per_row
 
@@ -231,6 +240,12 @@ def check_layout(layout: StageLayout, pool_bytes: int) -> None:
                 raise LayoutError(f"group {number}: a state has no tokens, got tokens_per_row {group.tokens_per_row}")
         elif group.window_tokens < 0:
             raise LayoutError(f"group {number}: window_tokens must be >= 0, got {group.window_tokens}")
+        rows = layout.chunk_rows(group)
+        if rows * group.row_bytes > CHUNK_BYTES_LIMIT:
+            raise LayoutError(
+                f"group {number}: a chunk has {rows} rows of {group.row_bytes} bytes, it may have {CHUNK_BYTES_LIMIT} "
+                "bytes: use several groups or smaller rows"
+            )
     for one, other in shared_planes(layout.all_groups):
         if one.group == other.group:
             raise LayoutError(f"group {one.group}: plane {one.number} shares bytes with plane {other.number}")

@@ -58,6 +58,7 @@ class Put:
 
         A part may fail after `add` has returned. The next `add` of another part, or the commit, then raises its error,
         which names it in ``detail["part"]``: it may be added again, and what that `add` was called with was not added.
+        One that the daemon stored after its deadline cannot (``duplicate_part``): then only an abort is left.
 
         Raises:
             UsageError: `data` is no buffer or not contiguous, the name is taken, or the put has ended.
@@ -88,6 +89,7 @@ class Put:
                 self._send(name, view, note)
             except StratadError as exc:
                 self._note(name, exc)
+                self._raise_if_duplicate(name)
                 raise
             except BaseException:  # an interrupt, say: without it a commit would publish what lacks the part
                 self._note(name, Cancelled("cancelled", f"part {name!r} was not added: the call was interrupted"))
@@ -161,6 +163,11 @@ class Put:
             error.detail.setdefault("part", name)
             raise error.with_traceback(None)
 
+    def _raise_if_duplicate(self, name: str) -> None:
+        error = self._failed[name]
+        if error.code == "duplicate_part":
+            raise error
+
     def _sweep(self) -> None:
         """Take notice of what has ended already."""
         for transfer in self._sent:
@@ -197,8 +204,16 @@ class Put:
 
     def _note(self, name: str, error: StratadError | None) -> None:
         """A piece ended. Called by any thread, which may hold the lock of another put: so none is taken here."""
-        if error is not None:
-            self._failed.setdefault(name, error)
+        if error is None:
+            return
+        if error.code == "duplicate_part":
+            # No name is used twice here, so this part had failed for its caller only: by its deadline, say.
+            error = UsageError(
+                "duplicate_part",
+                f"part {name!r} was stored after all by an earlier add, after that had failed, or it still is on its "
+                "way; it cannot be added again: abort the put and begin anew",
+            )
+        self._failed.setdefault(name, error)
 
     def _part(
         self, seq: int, left_s: float = 0.0, *, name: str, nbytes: int, note: str, rows: RowRuns, first_row: int

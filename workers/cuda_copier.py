@@ -195,6 +195,7 @@ class CudaCopier:
             assert loaded is not None, "a slot is verified before it is scattered"
             assert work is not None
             if self.before_copy is not None:
+                self._runtime.stream_synchronize(self._work)
                 self.before_copy(work)
             self._kernels.scatter(loaded, self._work)
             self._runtime.event_record(entry.written, self._work)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ipc.messages import CudaIpcPool, Stage
 from shm.gpu_runtime import ANY_DIRECTION, HOST_TO_DEVICE, GpuError, GpuRuntime, GpuUnavailable
-from shm.layout import LayoutError, RowGroup, check_layout
+from shm.layout import LayoutError, check_layout
 from workers.compiler import CompilerUnavailable
 from workers.cpu_device import CpuCopier, CpuPool, open_host_pool
 from workers.cuda_copier import LOCK_STEP_BYTES, CudaCopier
@@ -23,7 +23,6 @@ from workers.gpu_kernels import CompiledKernels, SliceKernels, compiled
 from workers.limiter import LinkLimiter
 from workers.mixed_copier import MixedCopier
 from workers.shuttle_map import ShuttleMap
-from workers.slice_table import MAX_CHUNK_BYTES
 
 _log: Final = logging.getLogger(__name__)
 _SLICE_ROWS: Final = 65536
@@ -214,11 +213,10 @@ class CudaDevice:
         except LayoutError as exc:
             raise PoolRefused("bad_layout", str(exc)) from exc
         for number, group in enumerate(stage.layout.all_groups):
-            rows = max(1, stage.layout.chunk_tokens // group.tokens_per_row) if isinstance(group, RowGroup) else 1
-            if rows > _SLICE_ROWS or rows * group.row_bytes > MAX_CHUNK_BYTES:
+            rows = stage.layout.chunk_rows(group)
+            if rows > _SLICE_ROWS:
                 raise PoolRefused(
-                    "bad_layout",
-                    f"a chunk of group {number} has {rows} rows of {group.row_bytes} bytes: too large for a GPU",
+                    "bad_layout", f"a chunk of group {number} has {rows} rows, of a GPU it has at most {_SLICE_ROWS}"
                 )
         if wanted.offset_bytes < 0 or wanted.offset_bytes + wanted.pool_bytes > wanted.allocation_bytes:
             raise PoolRefused("bad_layout", f"the pool does not lie in its allocation: {wanted.allocation_bytes} bytes")

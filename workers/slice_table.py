@@ -31,8 +31,6 @@ CHUNK: Final = np.dtype(
 )
 # Vectors of 16 bytes are read from staging.
 _ALIGN_BYTES: Final = 16
-# Offsets inside one plane of a chunk are u32 in the kernels.
-MAX_CHUNK_BYTES: Final = 2**32 - 1
 
 
 class StagedChunk(NamedTuple):

@@ -291,8 +291,10 @@ class Catalog:
             if image_id is None:
                 raise Refusal(
                     "no_space",
-                    f"no room for {total_bytes} bytes: {held_bytes} of {self.budget_bytes} bytes and "
-                    f"{len(self.images)} of {self.budget_images} images are held, the rest is pinned or being copied",
+                    f"no room for {total_bytes} bytes: {held_bytes} of {self.budget_bytes} bytes and {held_images} of "
+                    f"{self.budget_images} images are held; what is left is pinned, taken or being read, or no "
+                    f"published image yet: {len(self._staged)} are being captured, {self.open_puts} puts are open, "
+                    f"{len(self.transits)} images are on their way between slots",
                 )
             image = self.images[image_id]
             if image is keep or not image.evictable:

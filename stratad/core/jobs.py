@@ -50,7 +50,7 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
         return
     settings = state.settings
     run.job = state.number("job")
-    run.job_bytes = sum(span.length_bytes for span in run.spans)
+    run.job_bytes = op.bytes_to_move(run)
     run.advance("send")
     worker.jobs[run.job] = (op, run.stage)
     worker.job_bytes += run.job_bytes
@@ -358,7 +358,7 @@ def _restored(state: State, op: Operation) -> None:
         del engine.transits[op.source_slot]
         state.catalog.drop_transit(image)
     state.count(f"{op.kind.value}s")
-    image_bytes = sum(run.job_bytes for run in op.stages)
+    image_bytes = sum(span.length_bytes for run in op.stages for span in run.spans)
     state.reply(op.client, Restored(op.seq, image.image_id, op.token_count, image_bytes, op.outcomes))
     release(state, op)
 

@@ -185,10 +185,13 @@ def _supervisor_claims(state: State) -> list[Claim]:
     """
     catalog, memory = state.catalog, state.memory
     records_bytes = len(catalog.chunks) * CHUNK_RECORD_BYTES + len(catalog.images) * IMAGE_RECORD_BYTES
-    held_bytes = catalog.token_bytes + records_bytes
+    # Published images are counted as they come and go; the tokens of an open put are its image's only once it is one.
+    open_bytes = sum(len(put.draft.tokens) for engine in state.engines.values() for put in engine.puts.values())
+    tokens_bytes = catalog.token_bytes + open_bytes
+    held_bytes = tokens_bytes + records_bytes
     memory.most_held_bytes = max(memory.most_held_bytes, held_bytes)
     return [
-        Claim("tokens", "anon", catalog.token_bytes, "counted"),
+        Claim("tokens", "anon", tokens_bytes, "counted"),
         Claim("catalog", "anon", records_bytes, "estimate"),
         Claim("samples", "anon", memory.samples_bytes(state.settings.memory.keep), "counted"),
         Claim("dropped records", "anon", memory.most_held_bytes - held_bytes, "at most"),

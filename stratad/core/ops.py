@@ -140,8 +140,8 @@ class Operation:
     """What a client asked to have copied. `deadline_s` is when the caller stops waiting (monotonic seconds).
     `token_count` tokens of the image's `image_tokens` are copied; `positions` are those of its states, and `points` the
     numbers of tokens to which it can be restored (see `Image`). `chunks` are those of the image that it reads; of a
-    `PUT_PART` `piece` is the piece that it stores. `need` are the granules that it has to reserve, by worker, once
-    they were counted.
+    `PUT_PART` `piece` is the piece that it stores. `need` are the granules that it has to reserve, by worker, and
+    `shuttles` those that hold what it reads, by worker, once either was counted.
     """
 
     op_id: int
@@ -173,6 +173,7 @@ class Operation:
     waits_for: str = ""
     fenced: set[int] = field(default_factory=set)
     need: dict[str, int] = field(default_factory=dict)
+    shuttles: dict[str, set[int]] = field(default_factory=dict)
     piece: Piece | None = None
 
     def advance(self, event: str) -> None:
@@ -218,11 +219,26 @@ class Operation:
             run.outcome if run.outcome is not None else StageOutcome(run.stage, "untouched") for run in self.stages
         )
 
+    def bytes_to_move(self, run: StageRun) -> int:
+        """Bytes of the chunks that a stage copies. Of an image that has more tokens, or states at several positions, a
+        restore leaves some out.
+        """
+        if self.image is None or (self.token_count == self.image_tokens and not self.positions):
+            return sum(span.length_bytes for span in run.spans)
+        end = self.token_count
+        return sum(s.length_bytes for s in run.spans if (s.first_token == end if s.is_state else s.first_token < end))
+
     def places(self, run: StageRun) -> tuple[ChunkPlace, ...]:
         """Where the chunks of a stage lie."""
         if self.staged is not None:
             return self.staged.places[run.stage]
         return tuple(chunk.place for chunk in self.stored(run))
+
+    def count_shuttles(self) -> None:
+        """Find out which shuttles hold the image that it reads. Chunks that are held stay where they are."""
+        for run in self.stages:
+            found = self.shuttles.setdefault(run.worker, set())
+            found.update(extent.shuttle for place in self.places(run) for extent in place.extents)
 
     def stored(self, run: StageRun) -> tuple[Chunk, ...]:
         """The chunks of its image that a stage reads."""

@@ -112,9 +112,10 @@ def _obstacle(state: State, op: Operation, engine: Engine) -> str:
         return _space(state, op)
     if op.image is None:
         return ""
-    for run in op.stages:
-        worker = state.workers[run.worker]
-        needed = {extent.shuttle for place in op.places(run) for extent in place.extents}
+    if not op.shuttles:  # it may be asked for at every event
+        op.count_shuttles()
+    for name, needed in op.shuttles.items():
+        worker = state.workers[name]
         if not needed <= worker.mapped:
             arenas.tend(state, worker, needed)
             return f"shuttles of {worker.name}"

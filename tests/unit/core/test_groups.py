@@ -21,11 +21,13 @@ from ipc.messages import (
     SlotFrom,
     SlotTo,
 )
+from shm.extent import unpack_places
 from shm.layout import Plane, RowGroup, StageLayout, StateGroup
 from shm.rows import pack_numbers, pack_rows
 from stratad.core.failures import Refusal
 from stratad.core.row_lists import Need, cut_stages
 from tests.support.core_harness import ROWS, Harness, pack_tokens
+from workers.jobs import restore_chunks
 
 FULL = RowGroup((Plane(0, 64, 64, 4096),))
 WINDOW = RowGroup((Plane(262_144, 512, 512, 256, 16, 32),), window_tokens=100)
@@ -97,6 +99,45 @@ def test_a_hybrids_image_is_restored_at_its_checkpoints_only(core: Harness) -> N
     assert len(job.digests) == 16 * 6
     core.finish_all()
     assert core.final(1, seq).tokens == 512  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "checkpoints", "tokens"),
+    [
+        ((HYBRID, LINEAR), [(300, 2), (512, 3), (600, 1)], [300, 512, 600]),
+        ((StageLayout((FULL,)),) * 2, [], [1, 256, 257, 599, 600]),
+        ((WINDOWED,) * 2, [], [596, 600]),
+    ],
+    ids=["states", "rows", "window"],
+)
+def test_the_time_of_a_restore_counts_what_its_workers_move(
+    core: Harness, layouts: Sequence[StageLayout], checkpoints: list[tuple[int, int]], tokens: list[int]
+) -> None:
+    engine = core.register(layouts=layouts)
+    captured = capture(core, engine, layouts, 600, checkpoints)
+    assert isinstance(captured, Captured)
+    for count in tokens:
+        seq = restore(core, engine, layouts, count)
+        (op,) = core.core.state.ops.values()
+        for run, layout in zip(op.stages, layouts, strict=True):
+            (job,) = core.jobs(run.worker)
+            assert isinstance(job, RestoreJob)
+            moved = restore_chunks(
+                layout,
+                job.image_tokens,
+                job.tokens,
+                op.positions,
+                unpack_places(job.places),
+                digests=job.digests,
+                algorithms=job.algorithms,
+            )
+            moved_bytes = sum(work.span.length_bytes for work in moved)
+            assert core.core.state.workers[run.worker].job_bytes == moved_bytes > 0
+            assert run.patience_s == 5.0 + moved_bytes / 1e9
+        core.finish_all()
+        restored = core.final(1, seq)
+        assert isinstance(restored, Restored)
+        assert restored.image_bytes == captured.image_bytes
 
 
 def test_lookup_finds_the_last_checkpoint_within_the_common_prefix(core: Harness) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from ipc.codec import encode
 from ipc.messages import (
+    Captured,
     Clear,
     ClosePool,
     Memory,
@@ -38,6 +39,7 @@ from stratad.core.memory_tracks import (
     explain,
 )
 from stratad.core.memory_view import PROCESS_BYTES
+from tests.support.core_exchange import CoreExchange
 from tests.support.core_harness import MIB, ROW_BYTES, ROWS, Harness
 
 MakeCore = Callable[..., Harness]
@@ -297,6 +299,23 @@ def test_the_supervisors_records_are_explained(core: Harness) -> None:
     chunks = len(core.core.state.catalog.chunks)
     assert found["catalog/anon"] == (chunks * 600 + 1000, chunks * 600 + 1000)
     assert found["samples/anon"][1] == 5 * series_bytes(SETTINGS.keep)
+
+
+def test_the_tokens_of_open_puts_are_explained_once(core: Harness) -> None:
+    exchange = CoreExchange.register(core)
+    exchange.put_whole("published", {"x": 0}, range(100))
+    puts = [exchange.begin(name, range(600)) for name in ("committed", "given up", "open")]
+    hold(core, SUPERVISOR, anon=20 * MIB)
+    round_of(core)
+    assert terms(of(ask(core), "supervisor"))["tokens/anon"] == (400 + 3 * 2400, 400 + 3 * 2400)
+    exchange.put(puts[0], "x", 0)
+    assert isinstance(exchange.commit(puts[0]), Captured)
+    exchange.abort(puts[1])
+    round_of(core)
+    found = terms(of(ask(core), "supervisor"))
+    assert found["tokens/anon"] == (400 + 2 * 2400, 400 + 2 * 2400)
+    # Tokens of one less, the record of an image more.
+    assert found["dropped records/anon"] == (2400 - 1000, 2400 - 1000)
 
 
 @pytest.mark.parametrize(("images", "tokens"), [(400, 200), (100, 4000)], ids=["small", "large"])

@@ -18,20 +18,24 @@ from ipc.messages import (
     JobDone,
     Lookup,
     Mark,
+    OpenPool,
     Pin,
     PoolClosed,
+    PoolOpened,
     Progress,
     Register,
     Restored,
     ShuttleFailed,
+    ShuttleReady,
     SourceFree,
     Stage,
     Unregister,
 )
+from shm.extent import ChunkPlace
 from shm.rows import pack_rows
-from stratad.core import arenas
+from stratad.core import arenas, queue
 from stratad.core.effects import SpawnWorker, UnlinkSegment
-from stratad.core.ops import OpState
+from stratad.core.ops import Operation, OpState, StageRun
 from tests.support.core_harness import FINGERPRINT, MIB, Harness, layout, pack_tokens
 
 MakeCore = Callable[..., Harness]
@@ -509,6 +513,39 @@ def test_a_worker_that_cannot_attach_its_shuttle_again_is_killed_and_tried_anew(
     core.auto = True
     core.worker_gone("cpu:1")
     core.tick(20.0)
+    core.finish_all()
+    assert isinstance(core.final(1, waiting), Restored)
+
+
+def test_a_restore_that_waits_for_shuttles_looks_for_its_chunks_once(
+    core: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image has up to 32,768 chunks, and any event may let hundreds of waiting operations go on."""
+    engine = core.register()
+    core.capture(engine)
+    core.finish_all()
+    core.worker_gone("cpu:1")
+    core.auto = False
+    core.tick(1.0)
+    core.ready("cpu:1")
+    (pool,) = (c.pool for c in core.sent["cpu:1"] if isinstance(c, OpenPool))
+    core.report("cpu:1", PoolOpened(pool))
+    looked: list[int] = []
+    places = Operation.places
+
+    def counted(op: Operation, run: StageRun) -> tuple[ChunkPlace, ...]:
+        looked.append(run.stage)
+        return places(op, run)
+
+    monkeypatch.setattr(Operation, "places", counted)
+    waiting = core.restore(engine, first_row=1000)
+    (op,) = core.core.state.ops.values()
+    for _ in range(3):
+        queue.pump(core.core.state)
+        assert op.waits_for == "shuttles of cpu:1"
+    assert looked == [0, 1]
+    core.auto = True
+    core.report("cpu:1", ShuttleReady(0, False, 0.0))
     core.finish_all()
     assert isinstance(core.final(1, waiting), Restored)
 

@@ -160,6 +160,10 @@ def test_an_unresolved_fingerprint_is_refused(core: Harness, field: str, value: 
             (Stage(0, "cpu:0", MemfdPool(1, ROWS * 1024), msgspec.structs.replace(layout(), chunk_tokens=128)),),
             "bad_layout",
         ),
+        (
+            (Stage(0, "cpu:0", MemfdPool(1, 2**40), stage_layout((Plane(0, 2**23, 2**23, ROWS),), None, 256)),),
+            "bad_layout",
+        ),
     ],
 )
 def test_register(core: Harness, stages: tuple[Stage, ...], code: str) -> None:

@@ -12,6 +12,7 @@ from ipc.messages import (
     Done,
     Lookup,
     Mark,
+    PutBegin,
     Restored,
     RestoreJob,
     SlotDrop,
@@ -19,6 +20,7 @@ from ipc.messages import (
     Unregister,
 )
 from shm.rows import pack_rows
+from tests.support.core_exchange import CoreExchange
 from tests.support.core_harness import Harness, pack_tokens
 
 MakeCore = Callable[..., Harness]
@@ -224,4 +226,25 @@ def test_transit_images_are_never_evicted(make_core: MakeCore) -> None:
     assert transits(core) == 1
     core.slot_copy(engine, "slot_to", slot=1)
     core.finish_all()
-    assert core.failure(1, core.slot_copy(engine, "slot_to", slot=2)).code == "no_space"
+    failure = core.failure(1, core.slot_copy(engine, "slot_to", slot=2))
+    assert failure.code == "no_space"
+    assert "2 of 2 images are held" in failure.message
+    assert "0 are being captured, 0 puts are open, 2 images are on their way between slots" in failure.message
+
+
+def test_what_leaves_no_room_is_counted_by_kind(make_core: MakeCore) -> None:
+    core = make_core(1, budget_images=4)
+    core.connect()
+    engine = core.register(stages=1)
+    exchange = CoreExchange.register(core)
+    core.slot_copy(engine, "slot_to")
+    core.finish_all()
+    for name in ("x", "y"):
+        exchange.begin(name)
+    core.capture(engine, "a", first_row=2000)
+    request = PutBegin(core.next_seq(), exchange.engine_id, "z")
+    core.ask(1, request)
+    failure = core.failure(1, request.seq)
+    assert failure.code == "no_space"
+    assert "4 of 4 images are held" in failure.message
+    assert "1 are being captured, 2 puts are open, 1 images are on their way between slots" in failure.message

@@ -57,6 +57,34 @@ ANY = layouts(PLANES, STATES)
 
 
 # Planes so small and close that many interleave, many collide and some only just miss each other.
+CHUNKS = [  # group of 1024 rows, bytes of its largest chunk
+    (RowGroup((Plane(0, 2**20, 2**20, 1024),)), 256 * 2**20),
+    (RowGroup((Plane(0, 2**22, 2**22, 1024),)), 2**30),
+    (RowGroup((Plane(0, 2**22, 2**22, 1024), Plane(2**32, 1, 1, 1024))), 2**30 + 256),
+    (RowGroup((Plane(0, 2**26, 2**26, 1024, 16),)), 2**30),
+    (RowGroup((Plane(0, 2**26 + 1, 2**27, 1024, 16),)), 2**30 + 16),
+    (RowGroup((Plane(0, 2**30, 2**30, 1024, 512),)), 2**30),
+    (RowGroup((Plane(0, 2**30 + 1, 2**31, 1024, 512),)), 2**30 + 1),
+    (RowGroup((Plane(0, 2**23, 2**23, 128),)), 2**30),  # no list of rows names one of them twice
+    (RowGroup((Plane(0, 2**23, 2**23, 129),)), 129 * 2**23),
+    (StateGroup((Plane(0, 2**30, 2**30, 4),)), 2**30),
+    (StateGroup((Plane(0, 2**30, 2**30, 4), Plane(2**32, 1, 1, 4))), 2**30 + 1),
+]
+
+
+@pytest.mark.parametrize(("group", "largest"), CHUNKS)
+def test_a_chunk_has_at_most_a_gibibyte(group: RowGroup | StateGroup, largest: int) -> None:
+    """A worker keeps a whole chunk in its own memory, and the pool may be sparse."""
+    row = RowGroup((Plane(2**41, 8, 8, 4),))
+    layout = StageLayout((row, group), (), 256) if isinstance(group, RowGroup) else StageLayout((row,), (group,), 256)
+    assert layout.chunk_rows(group) * group.row_bytes == largest
+    if largest <= 2**30:
+        check_layout(layout, 2**42)
+    else:
+        with pytest.raises(LayoutError, match=f"group 1: a chunk has .* it may have {2**30} bytes"):
+            check_layout(layout, 2**42)
+
+
 @st.composite
 def close(draw: st.DrawFn) -> StageLayout:
     stride = draw(st.sampled_from([6, 8, 12]))

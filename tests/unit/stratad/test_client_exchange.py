@@ -410,6 +410,33 @@ def test_rows_that_a_lost_worker_may_still_write_are_not_used_again(tmp_path: Pa
         exchange.pool.close()
 
 
+@pytest.mark.parametrize("size", [0, 1, 2 * MIB])
+def test_a_part_that_was_stored_after_its_deadline_is_told_from_one_that_is_named_twice(
+    tmp_path: Path, size: int
+) -> None:
+    with rig(tmp_path) as (daemon, exchange):
+        daemon.script[PutPart] = silence
+        put = exchange.put("chat", deadline_s=0.2)
+
+        def add_and_commit() -> None:
+            put.add("x", bytes(size))
+            put.commit()
+
+        with pytest.raises(DeadlineExceeded):
+            add_and_commit()
+        for part in daemon.of(PutPart):
+            daemon.say(PartStored(part.seq, size, ()))
+        daemon.script[PutPart] = lambda r: (Failed(r.seq, "duplicate_part", "part 'x' is there already"),)
+        with pytest.raises(UsageError, match="'x' was stored after all") as caught:
+            add_and_commit()
+        assert caught.value.code == "duplicate_part"
+        with pytest.raises(UsageError, match="abort the put") as caught:
+            put.commit()
+        assert caught.value.detail["part"] == "x"
+        put.abort()
+        assert daemon.of(PutAbort)
+
+
 def test_a_part_without_an_answer_ends_the_wait_and_keeps_its_rows(tmp_path: Path) -> None:
     with rig(tmp_path) as (daemon, exchange):
         daemon.script[PutPart] = silence

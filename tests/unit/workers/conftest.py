@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from shm.gpu_runtime import GpuRuntime
-from tests.unit.workers.fake_gpu import build_fake_gpu, fake_runtime
+from tests.unit.workers.fake_gpu import AT_ONCE, DEFERRED, KERNELS_LATE, build_fake_gpu, fake_runtime
 from workers import gpu_kernels
 
 
@@ -19,13 +19,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build_fake_gpu(tmp_path_factory.mktemp("fake"), compiler)
 
 
-@pytest.fixture
-def runtime(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> GpuRuntime:
+@pytest.fixture(params=[AT_ONCE, DEFERRED, KERNELS_LATE], ids=["at_once", "deferred", "kernels_late"])
+def runtime(
+    request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[GpuRuntime]:
+    """The fake, in each of the orders in which it can do what is put on its streams."""
+    library.defer(request.param)
     made = fake_runtime(library)
     monkeypatch.setattr(GpuRuntime, "load", classmethod(lambda _cls: made))
     monkeypatch.setattr(gpu_kernels, "compiled", lambda _kind, _architecture: b"image")
     monkeypatch.setattr("workers.cuda_device.compiled", lambda _kind, _architecture: b"image")
-    return made
+    yield made
+    library.defer(AT_ONCE)
 
 
 @pytest.fixture

@@ -1,4 +1,8 @@
-"""A GPU runtime made of host memory: every call of `shm.gpu_runtime`, the real kernels, and streams that never wait.
+"""A GPU runtime made of host memory: every call of `shm.gpu_runtime`, and the real kernels.
+
+What is put on a stream is done at once, or after `defer(DEFERRED)` as late as streams and events allow: when the host
+waits for it, or for something that waits for it. `defer(KERNELS_LATE)` is between the two: only kernels, and what comes
+after them, are done as late as may be. So an order that the code needs and does not demand shows in one of the three.
 
 It knows what a real one punishes: copies to host memory that is not page-locked, or across two registrations, and
 addresses that lie in no allocation, fail with error 1; after `fail_next` the next copy fails with the given code, after
@@ -14,11 +18,14 @@ from shm.gpu_runtime import GpuRuntime
 from tests.unit.workers.emulate import BEFORE, wrapper
 from workers.kernel_source import KERNELS, SOURCE
 
+AT_ONCE, DEFERRED, KERNELS_LATE = range(3)
 UUID = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 _RUNTIME = r"""
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
 #include <string>
 #include <mutex>
@@ -26,9 +33,49 @@ _RUNTIME = r"""
 typedef unsigned char byte;
 static std::mutex lock;
 static std::map<byte*, size_t> allocations, locked;
-static std::map<std::string, void*> kernels;
-static int failure = 0, sync_failure = 0, ranges_hidden = 0, pending_event = 0, refused_events = 0;
-static long handles = 1, live = 0, waits = 0, waits_for_events = 0;
+typedef std::function<void()> Action;
+typedef Action (*Launcher)(unsigned, void**);  // takes the values of the parameters along
+static std::map<std::string, Launcher> kernels;
+static int failure = 0, sync_failure = 0, ranges_hidden = 0, pending_event = 0, refused_events = 0, deferring = 0;
+static long handles = 1, live = 0, waits = 0, waits_for_events = 0, records = 0;
+
+// Records are numbered through all events. One is pending from its call until its stream has come to it.
+struct Task {
+  Action run;      // of a kernel, a copy or a filling
+  bool kernel;
+  long waits_for;  // a record; 0: none
+  long records;    // its number; 0: it is none
+};
+static std::map<void*, std::deque<Task>> streams;
+static std::map<void*, long> last_record;  // of an event
+static std::map<long, void*> pending;      // the stream of a record
+
+static void run_until(void* stream, long record);
+static void take(void* stream) {
+  Task task = std::move(streams[stream].front());
+  streams[stream].pop_front();
+  if (pending.count(task.waits_for)) run_until(pending[task.waits_for], task.waits_for);
+  if (task.run) task.run();
+  pending.erase(task.records);
+}
+static void run_until(void* stream, long record) { while (pending.count(record)) take(stream); }
+static void run_whole(void* stream) { while (!streams[stream].empty()) take(stream); }
+static void run_all() { for (auto& entry : streams) run_whole(entry.first); }
+static void run_ahead() {  // everything but kernels, whatever it does not have to wait for
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (auto& entry : streams)
+      while (!entry.second.empty() && !entry.second.front().kernel && !pending.count(entry.second.front().waits_for)) {
+        take(entry.first);
+        moved = true;
+      }
+  }
+}
+static void enqueue(void* stream, Task task) {
+  streams[stream].push_back(std::move(task));
+  if (deferring == 0) run_whole(stream);
+  if (deferring == 2) run_ahead();
+}
 
 static bool inside(std::map<byte*, size_t>& ranges, const void* at, size_t size) {
   auto next = ranges.upper_bound((byte*)at);
@@ -48,6 +95,7 @@ API cudaMalloc(void** p, size_t n) {
 }
 API cudaFree(void* p) {
   std::lock_guard<std::mutex> hold(lock);
+  run_all();
   if (!allocations.erase((byte*)p)) return 1;
   free(p);
   return 0;
@@ -59,8 +107,12 @@ API cudaHostRegister(void* p, size_t n, unsigned) {
   locked[(byte*)p] = n;
   return 0;
 }
-API cudaHostUnregister(void* p) { std::lock_guard<std::mutex> hold(lock); return locked.erase((byte*)p) ? 0 : 713; }
-API cudaMemcpyAsync(void* to, const void* from, size_t n, int kind, void*) {
+API cudaHostUnregister(void* p) {
+  std::lock_guard<std::mutex> hold(lock);
+  run_all();
+  return locked.erase((byte*)p) ? 0 : 713;
+}
+API cudaMemcpyAsync(void* to, const void* from, size_t n, int kind, void* stream) {
   std::lock_guard<std::mutex> hold(lock);
   if (failure) { int code = failure; failure = 0; return code; }
   const void* device = kind == 1 ? to : from;
@@ -71,28 +123,62 @@ API cudaMemcpyAsync(void* to, const void* from, size_t n, int kind, void*) {
     auto next = locked.upper_bound((byte*)host); --next;
     if (next->first + next->second > (byte*)host) return 1;
   }
-  memcpy(to, from, n);
+  enqueue(stream, {[=] { memcpy(to, from, n); }});
   return 0;
 }
-API cudaMemsetAsync(void* p, int v, size_t n, void*) {
+API cudaMemsetAsync(void* p, int v, size_t n, void* stream) {
   std::lock_guard<std::mutex> hold(lock);
   if (!inside(allocations, p, n)) return 1;
-  memset(p, v, n);
+  enqueue(stream, {[=] { memset(p, v, n); }});
   return 0;
 }
 API cudaStreamCreateWithPriority(void** s, unsigned flags, int) {
   live++; *s = (void*)(handles++);
   return flags == 1 ? 0 : 1;
 }
-API cudaStreamDestroy(void*) { live--; return 0; }
-API cudaStreamSynchronize(void*) { waits++; int code = sync_failure; sync_failure = 0; return code; }
-API cudaStreamWaitEvent(void*, void*, unsigned) { return 0; }
+API cudaStreamDestroy(void* s) {
+  std::lock_guard<std::mutex> hold(lock);
+  run_whole(s);
+  streams.erase(s);
+  live--;
+  return 0;
+}
+API cudaStreamSynchronize(void* s) {
+  std::lock_guard<std::mutex> hold(lock);
+  run_whole(s);
+  waits++;
+  int code = sync_failure; sync_failure = 0;
+  return code;
+}
+API cudaStreamWaitEvent(void* s, void* e, unsigned) {
+  std::lock_guard<std::mutex> hold(lock);
+  enqueue(s, {Action(), false, last_record[e]});
+  return 0;
+}
 API cudaDeviceGetStreamPriorityRange(int* a, int* b) { *a = 0; *b = -5; return 0; }
 API cudaEventCreateWithFlags(void** e, unsigned) { live++; *e = (void*)(handles++); return 0; }
 API cudaEventDestroy(void*) { live--; return 0; }
-API cudaEventRecord(void*, void*) { return 0; }
-API cudaEventQuery(void*) { if (pending_event > 0) { pending_event--; return 600; } return 0; }
-API cudaEventSynchronize(void*) { waits_for_events++; int code = sync_failure; sync_failure = 0; return code; }
+API cudaEventRecord(void* e, void* s) {
+  std::lock_guard<std::mutex> hold(lock);
+  long record = last_record[e] = ++records;
+  pending[record] = s;
+  enqueue(s, {Action(), false, 0, record});
+  return 0;
+}
+API cudaEventQuery(void* e) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (pending_event > 0) { pending_event--; return 600; }
+  return pending.count(last_record[e]) ? 600 : 0;
+}
+API cudaEventSynchronize(void* e) {
+  std::lock_guard<std::mutex> hold(lock);
+  long record = last_record[e];
+  waits_for_events++;
+  if (pending.count(record)) run_until(pending[record], record);
+  int code = sync_failure;
+  sync_failure = 0;
+  return code;
+}
 struct Opaque { byte reserved[64]; };
 API cudaIpcGetMemHandle(Opaque* h, void* p) {
   std::lock_guard<std::mutex> hold(lock);
@@ -132,16 +218,17 @@ API cuModuleLoadData(void** m, const void*) { *m = (void*)1; return 0; }
 API cuModuleUnload(void*) { return 0; }
 API cuModuleGetFunction(void** f, void*, const char* name) {
   if (!kernels.count(name)) return 500;
-  *f = kernels[name];
+  *f = (void*)kernels[name];
   return 0;
 }
 API cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                   unsigned shared, void*, void** params, void** extra) {
+                   unsigned shared, void* stream, void** params, void** extra) {
   std::lock_guard<std::mutex> hold(lock);
   if (gx == 0 || gy != 1 || gz != 1 || bx != 256 || by != 1 || bz != 1 || shared || extra) return 1;
-  ((void (*)(unsigned, void**))f)(gx, params);
+  enqueue(stream, {((Launcher)f)(gx, params), true});
   return 0;
 }
+extern "C" void defer(int how) { std::lock_guard<std::mutex> hold(lock); run_all(); deferring = how; }
 extern "C" void fail_next(int code) { failure = code; }
 extern "C" void fail_next_sync(int code) { sync_failure = code; }
 extern "C" void hide_ranges(int yes) { ranges_hidden = yes; }
@@ -165,10 +252,12 @@ def _launcher(kernel: str) -> str:
         kinds = ["const uint4*", "uint4*", "u32"]
     else:
         kinds = [*rows, "u8*"]
-    given = ", ".join(f"*({kind}*)p[{n}]" for n, kind in enumerate(kinds))
+    values = "".join(f"  auto v{n} = *({kind}*)p[{n}];\n" for n, kind in enumerate(kinds))
+    given = ", ".join(f"v{n}" for n in range(len(kinds)))
     return (
-        f"static void launch_{kernel}(u32 blocks, void** p) {{ run_{kernel}(blocks, {given}); }}\n"
-        f'static int entered_{kernel} = (kernels["{kernel}"] = (void*)launch_{kernel}, 0);\n'
+        f"static Action launch_{kernel}(u32 blocks, void** p) {{\n{values}"
+        f"  return [=] {{ run_{kernel}(blocks, {given}); }};\n}}\n"
+        f'static int entered_{kernel} = (kernels["{kernel}"] = launch_{kernel}, 0);\n'
     )
 
 

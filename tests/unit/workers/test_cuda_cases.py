@@ -29,6 +29,18 @@ FIXTURES: Final = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 pytestmark = pytest.mark.usefixtures("clean")
 
 
+def test_a_slot_is_not_used_again_before_its_last_scatter_has_read_it(runtime: GpuRuntime) -> None:
+    """Slices of one shape, so that a table or staging that came too early is wrong, and never senseless."""
+    layout = slot_layout(planes=1, row_bytes=64, rows=64, chunk_tokens=4)
+    rows, target = tuple(range(24)), tuple(range(24, 48))
+    case = Case(layout, layout.end_bytes, 24, (), (rows, ()), (target, ()), (24,))
+    with CaseGpu(runtime, case, 1) as gpu:
+        assert len(gpu.plan(case.copy_job()).slices) == 6
+        check_copy(gpu, case)
+        check_capture_and_restore(gpu, case, 24, MLH)
+        check_copy(gpu, case)
+
+
 @settings(max_examples=60, suppress_health_check=FIXTURES)
 @given(cases(), SEEDS, st.data())
 def test_captured_bytes_are_the_models_and_come_back(

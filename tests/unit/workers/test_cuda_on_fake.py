@@ -1,4 +1,4 @@
-"""The GPU device over a runtime of host memory: tables, copies, pools, counts. (Streams run in order here.)"""
+"""The GPU device over a runtime of host memory: tables, copies, pools, counts."""
 
 import ctypes
 

@@ -19,6 +19,7 @@ from shm.rows import pack_rows
 from tests.support.layouts import stage_layout
 from tests.unit.workers.fake_gpu import UUID, build_fake_gpu, fake_runtime
 from tests.unit.workers.rig import KEY, NEVER
+from workers.cpu_device import CpuDevice
 from workers.cuda_device import CudaDevice
 from workers.cuda_pool import CudaPool
 from workers.device import LaneKind, PoolRefused
@@ -163,3 +164,17 @@ def test_bad_host_pools_are_refused_and_leave_nothing(host: Host) -> None:
         assert host.cuda.resources()["pools"] == host.cuda.resources()["mappings"] == 0
     os.close(read_end)
     os.close(write_end)
+
+
+def test_a_pool_whose_chunks_would_not_fit_into_memory_is_refused(host: Host) -> None:
+    """A chunk is staged as a whole, and a pool of any size may be sparse."""
+    layout = stage_layout((Plane(0, 2**23, 2**23, ROWS),), None, 256)
+    stage = Stage(0, UUID, MemfdPool(1, layout.end_bytes), layout, b"", b"")
+    on_cpu = CpuDevice(host.digester, slice_bytes=1 << 20, link_bytes_per_s=0.0)
+    descriptor = create_pool("test-sparse", layout.end_bytes)
+    for device in (host.cuda, on_cpu):
+        with pytest.raises(PoolRefused, match="a chunk has 256 rows of 8388608 bytes") as refused:
+            device.open_pool(stage, descriptor)
+        assert refused.value.code == "bad_layout"
+        assert device.resources()["pools"] == device.resources()["mappings"] == 0
+    os.close(descriptor)
