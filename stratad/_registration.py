@@ -90,7 +90,8 @@ class Registration:
             UsageError: it was (code ``not_registered``).
         """
         if self.closed:
-            raise UsageError("not_registered", f"engine {self.name!r} is no longer registered")
+            what = "is closed" if self._exchange else "is no longer registered"
+            raise UsageError("not_registered", f"{'exchange' if self._exchange else 'engine'} {self.name!r} {what}")
 
     @property
     def session(self) -> Session | None:
@@ -105,7 +106,8 @@ class Registration:
             Lost: it is over.
         """
         if self.session != session:
-            raise Lost("lost", "what was put or got ended with the connection to its daemon: begin again")
+            how = "its exchange, which is closed" if self.closed else "the connection to its daemon: begin again"
+            raise Lost("lost", f"what was put or got ended with {how}")
 
     def ready_on(self, link: "Connection") -> bool:
         """Whether calls may be sent on `link`; if not, the registration is on its way."""
