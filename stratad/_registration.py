@@ -106,8 +106,7 @@ class Registration:
             Lost: it is over.
         """
         if self.session != session:
-            how = "its exchange, which is closed" if self.closed else "the connection to its daemon: begin again"
-            raise Lost("lost", f"what was put or got ended with {how}")
+            raise Lost("lost", "what was put or got ended with the connection to its daemon: begin again")
 
     def ready_on(self, link: "Connection") -> bool:
         """Whether calls may be sent on `link`; if not, the registration is on its way."""
