@@ -811,12 +811,15 @@ class Images(Message, frozen=True, tag="images"):
 
 
 class ImageDetail(Message, frozen=True, tag="image"):
-    """Answer to `Show`: the image, its fingerprint, and for each chunk its stage, kind, rows, place and digest."""
+    """Answer to `Show`: the image, its fingerprint, and for each chunk its stage, kind, rows, place and digest. The
+    chunks of an image that was put are those of its `parts`, one part after the other.
+    """
 
     seq: int
     image: ImageInfo
     fingerprint: dict[str, str]
     chunks: tuple["ChunkInfo", ...]
+    parts: tuple[PartInfo, ...] = ()
 
 
 class ChunkInfo(msgspec.Struct, frozen=True):

@@ -114,6 +114,7 @@ class Get:
         with self._lock:
             if self._ended:
                 raise UsageError("unknown_get", "the get is closed")
+            self._exchange.engine.registration.check_open()
             if not view.nbytes:  # such a part does not travel
                 return
             pieces = deque(self._exchange.pieces(view.nbytes))

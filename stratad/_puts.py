@@ -61,7 +61,8 @@ class Put:
         One that the daemon stored after its deadline cannot (``duplicate_part``): then only an abort is left.
 
         Raises:
-            UsageError: `data` is no buffer or not contiguous, the name is taken, or the put has ended.
+            UsageError: `data` is no buffer or not contiguous, the name is taken, the put has ended or its exchange is
+                closed.
             StratadError: an earlier part failed; this one cannot be sent.
             Lost: the daemon is gone, and the put with it.
         """
@@ -156,6 +157,7 @@ class Put:
     def _check_open(self) -> None:
         if self._ended:
             raise UsageError("unknown_put", f"the put of {self.conversation!r} has ended")
+        self._exchange.engine.registration.check_open()
 
     def _raise_failure(self) -> None:
         if self._failed:

@@ -90,7 +90,8 @@ class Registration:
             UsageError: it was (code ``not_registered``).
         """
         if self.closed:
-            raise UsageError("not_registered", f"engine {self.name!r} is no longer registered")
+            what = "is closed" if self._exchange else "is no longer registered"
+            raise UsageError("not_registered", f"{'exchange' if self._exchange else 'engine'} {self.name!r} {what}")
 
     @property
     def session(self) -> Session | None:

@@ -59,7 +59,7 @@ _TYPE_WORDS: Final = {
     "object": "a table",
 }
 _SIZES: Final = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
-SIZE_FORM: Final = 'bytes as a whole number, or a size such as "256MiB"'
+SIZE_FORM: Final = f'bytes as a whole number, or a size such as "256MiB" (units: B, {", ".join(reversed(_SIZES))})'
 
 
 def exact_size(size_bytes: int) -> str:

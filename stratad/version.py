@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final
 
 PACKAGES: Final = ("stratad", "workers", "ipc", "shm")
-_SKIPPED_SUFFIXES: Final = frozenset({".pyc", ".pyo"})
 UNKNOWN: Final = "unknown"
 _COMMIT_HEX_DIGITS: Final = 40
 
@@ -31,9 +30,10 @@ def package_dir(package: str) -> Path | None:
 
 
 def hash_tree(roots: dict[str, Path]) -> str:
-    """Hash of every file below the named folders: 32 hex digits over names, lengths and contents.
+    """Hash of every ``.py`` file below the named folders: 32 hex digits over names, lengths and contents.
 
-    Compiled files are left out, so the hash is the same before and after the first import.
+    Nothing else is installed with the packages, so a checkout and a copy installed from it have the same hash, and
+    documents, compiled files and what an editor leaves do not change it.
 
     Raises:
         OSError: a file could not be read.
@@ -41,7 +41,7 @@ def hash_tree(roots: dict[str, Path]) -> str:
     state = hashlib.blake2b(digest_size=16, person=b"stratad/pkg")
     for name in sorted(roots):
         root = roots[name]
-        files = (path for path in root.rglob("*") if path.is_file() and path.suffix not in _SKIPPED_SUFFIXES)
+        files = (path for path in root.rglob("*.py") if path.is_file())
         for path in sorted(files):
             content = path.read_bytes()
             state.update(f"{name}/{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())

@@ -92,12 +92,12 @@ class EngineProcess:
         """Start it and return at once; `ready` waits. Its standard error is appended to `log`."""
         with log.open("ab") as sink:
             process = subprocess.Popen(
-                [sys.executable, "-m", "stratad.bench.engines", *options.arguments()],
+                [sys.executable, "-P", "-m", "stratad.bench.engines", *options.arguments()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=sink,
                 bufsize=0,
-                env=_environment(),
+                env=engine_environment(),
             )
         return cls(process, log)
 
@@ -213,7 +213,7 @@ class EngineProcess:
         return EngineError("died", f"engine process {self.pid} ended ({how})" + (f":\n{said}" if said else ""))
 
 
-def _environment() -> dict[str, str]:
+def engine_environment() -> dict[str, str]:
     """Our environment, the folder of our packages on the import path, and a model library that asks no network."""
     environment = dict(os.environ, HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
     environment["TRANSFORMERS_VERBOSITY"] = "error"

@@ -72,6 +72,8 @@ class Core:
         registration.expire(state)
         service.answer_stats(state, late=True)
         memory.tick(state)
+        if state.stopping:
+            service.answer_memory(state)  # the round in hand was given up
         for client in state.clients.values():
             if not client.greeted and client.hello_by_s <= state.now_s:
                 state.out.append(DropClient(client.client))
@@ -103,6 +105,8 @@ class Core:
         """What `SampleMemory` asked for was read; None: the process is gone or hidden."""
         state = self._begin(at)
         memory.sampled(state, found)
+        if not state.memory.pending:
+            service.answer_memory(state)
         return self._end()
 
     # --- clients ------------------------------------------------------------------------------------------------------
@@ -127,6 +131,7 @@ class Core:
         record = state.clients.pop(client, None)
         if record is not None:
             state.stats_requests = [r for r in state.stats_requests if r.client != client]
+            state.memory.asked = [entry for entry in state.memory.asked if entry[0] != client]
             for engine_id in tuple(record.engines):
                 registration.close(state, state.engines[engine_id])
             queue.pump(state)

@@ -13,7 +13,6 @@ from ipc.messages import (
     GetEnd,
     GetPart,
     MemfdPool,
-    PartInfo,
     PartLoaded,
     Parts,
     PartStored,
@@ -33,6 +32,7 @@ from stratad.core.ops import Operation, OpKind, OpState, StageRun
 from stratad.core.puts import Get, Part, Piece, Put
 from stratad.core.row_lists import CutRows, check_run_count
 from stratad.core.state import ClientRecord, Engine, State
+from stratad.core.views import part_table
 
 # Puts, and gets, that an engine may have open at once.
 SESSION_LIMIT = 64
@@ -274,7 +274,7 @@ def _get_begin(state: State, engine: Engine, request: GetBegin) -> None:
     image.restores += 1
     state.catalog.touch(image, state.now_unix_s)
     state.count("gets")
-    table = tuple(PartInfo(part.name, part.nbytes, part.meta) for part in image.parts)
+    table = part_table(image)
     state.reply(
         engine.client,
         Parts(request.seq, get.get_id, image.image_id, image.conversation, image.tokens, table),

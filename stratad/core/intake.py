@@ -126,7 +126,7 @@ def _check_slot(engine: Engine, slot: int) -> None:
     if slot < 0:
         raise Refusal("bad_value", f"slot must be >= 0, got {slot}")
     if engine.marks.get(slot) == "poisoned":
-        raise Refusal("poisoned", f"slot {slot} is marked poisoned")
+        raise Refusal("poisoned", f"slot {slot} is marked poisoned (mark it clean first)")
 
 
 class _Source(NamedTuple):
@@ -263,6 +263,13 @@ def find_image(state: State, engine: Engine, request: Restore | GetBegin) -> Ima
             image = others[-1]
     if image.scope.fingerprint != engine.scope.fingerprint:
         differing = differing_fields(state.fingerprint_fields.get(image.scope.fingerprint, {}), engine.fingerprint)
+        if (image.parts is not None) is not engine.exchange:
+            way = (
+                "captured: restore it into an engine"
+                if engine.exchange
+                else "put as parts: read it through an exchange"
+            )
+            raise Refusal("fingerprint_mismatch", f"image {image.image_id} was {way}", detail=differing)
         raise Refusal(
             "fingerprint_mismatch",
             "the image was captured under another fingerprint: " + "; ".join(f"{k}: {v}" for k, v in differing.items()),

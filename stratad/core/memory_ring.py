@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 COLUMNS: Final = 5
 ITEM_BYTES: Final = 8
 _MS_PER_HOUR: Final = 3_600_000
-# A slope over a few seconds, told by the hour, would be noise times a thousand.
-SLOPE_LEAST_MS: Final = 60_000
+# A slope is told by the hour. Over two minutes it would be what the start took, times thirty: 50 MiB became 1.5 GiB.
+SLOPE_LEAST_MS: Final = 600_000
 
 
 class Sample(NamedTuple):

@@ -5,10 +5,12 @@ order; a claim explains the least of its bound and what is left of its part, so 
 bound that was not touched explains nothing that is not there.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from ipc.messages import Memory
 from stratad.core.memory_ring import Ring, Sample, series_bytes
 
 # Watched at most; further engines are counted only. The daemon's own processes come first.
@@ -207,7 +209,9 @@ class MemoryState:
 
     tracks: dict[tuple[Role, str], Track] = field(default_factory=dict)
     pending: list[Target] = field(default_factory=list)
+    asked: list[tuple[int, Memory]] = field(default_factory=list)  # client and request, to be answered after the round
     due_s: float = 0.0
+    began_s: float = -math.inf  # the last round
     next_round_s: float = 0.0
     unwatched: int = 0
     most_held_bytes: int = 0  # of tokens and catalog, at any sample

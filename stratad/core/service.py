@@ -40,7 +40,7 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import exchange, jobs, memory_view, queue, registration, views
+from stratad.core import exchange, jobs, memory, memory_view, queue, registration, views
 from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
@@ -93,8 +93,7 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case Stats():
             _stats(state, client, request)
         case Memory():
-            visible = _visible(state, client)
-            state.reply(client.client, memory_view.memory_reply(state, request, client.client, visible))
+            _ask_memory(state, client, request)
         case ListImages():
             _list(state, client, request)
         case Show():
@@ -287,6 +286,20 @@ def answer_stats(state: State, *, late: bool) -> None:
             visible = _visible(state, client)
             state.reply(request.client, views.stats(state, request.seq, request.client, visible))
     state.stats_requests = waiting
+
+
+def _ask_memory(state: State, client: ClientRecord, request: Memory) -> None:
+    state.memory.asked.append((client.client, request))
+    if not memory.refresh(state):
+        answer_memory(state)
+
+
+def answer_memory(state: State) -> None:
+    """Answer the `Memory` requests that waited for a round."""
+    asked, state.memory.asked = state.memory.asked, []
+    for number, request in asked:
+        visible = _visible(state, state.clients[number])
+        state.reply(number, memory_view.memory_reply(state, request, number, visible))
 
 
 def _visible(state: State, client: ClientRecord) -> frozenset[str]:

@@ -6,6 +6,7 @@ from ipc.messages import (
     ImageDetail,
     ImageInfo,
     OpInfo,
+    PartInfo,
     StatsReply,
     WorkerInfo,
 )
@@ -57,7 +58,13 @@ def image_detail(state: State, seq: int, image: Image) -> ImageDetail:
         for stage, stage_chunks in enumerate(image.stages)
         for chunk in stage_chunks
     )
-    return ImageDetail(seq, image_info(state, image), state.fingerprint_fields.get(image.scope.fingerprint, {}), chunks)
+    fields = state.fingerprint_fields.get(image.scope.fingerprint, {})
+    return ImageDetail(seq, image_info(state, image), fields, chunks, part_table(image))
+
+
+def part_table(image: Image) -> tuple[PartInfo, ...]:
+    """The parts of an image that was put, as clients see them; of one that was captured none."""
+    return tuple(PartInfo(part.name, part.nbytes, part.meta) for part in image.parts or ())
 
 
 def worker_info(worker: Worker) -> WorkerInfo:

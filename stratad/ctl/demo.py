@@ -38,7 +38,7 @@ from stratad.bench.engine_wire import (
 )
 from stratad.bench.engines import EngineError, EngineOptions, EngineProcess
 from stratad.bench.report import hardware
-from stratad.ctl.demo_model import check_device, check_stages, folder_layers, layers_of, model_folder
+from stratad.ctl.demo_model import check_device, check_libraries, check_stages, folder_layers, layers_of, model_folder
 from stratad.ctl.demo_text import FIRST_BODY, FIRST_QUESTION, SECOND_BODY, SECOND_QUESTION
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import Answer, CommandError, JsonObject, human_bytes, table
@@ -140,6 +140,7 @@ def run_demo(args: argparse.Namespace) -> Answer:
         if value < 1:
             raise CommandError(ExitCode.USAGE, "bad_value", f"--{name} must be at least 1, got {value}")
     check_stages(settings.stages, layers_of(settings.model))
+    check_libraries(settings.model)
     check_device(settings.device)
     with tempfile.TemporaryDirectory(prefix="stratad-demo-") as temp, _terminated_as_interrupted():
         model = model_folder(settings.model)

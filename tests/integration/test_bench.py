@@ -20,6 +20,7 @@ from stratad.client import Captured, Copied, Restored
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.main import main
 from tests.support.bench import COMMAND, bench, check_slots
+from tests.support.instances import private_segments
 from tests.support.wait import wait_until
 
 
@@ -145,6 +146,7 @@ def test_an_ended_benchmark_takes_its_daemon_along(number: int) -> None:
     assert process.returncode == 130, err
     assert "Traceback" not in err
     wait_until(lambda: not any(child.is_running() for child in children), 10, "the daemon's processes ended")
+    assert private_segments(process.pid) == []
 
 
 def test_a_killed_benchmark_takes_its_daemon_along() -> None:
@@ -161,6 +163,7 @@ def test_a_killed_benchmark_takes_its_daemon_along() -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=30)
         wait_until(lambda: not any(child.is_running() for child in children), 10, "the daemon's processes ended")
+    assert private_segments(process.pid) == []
 
 
 @pytest.mark.parametrize("words", [["frobnicate"], ["control", "--rounds", "2"], ["control", "--no-such"]])

@@ -38,6 +38,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
         yield process
 
 
+def test_the_current_directory_is_not_searched_for_our_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = tmp_path / "shm"
+    stranger.mkdir()
+    (stranger / "__init__.py").write_text("raise RuntimeError('a stranger')\n")
+    monkeypatch.chdir(tmp_path)
+    with EngineProcess.start(OPTIONS, tmp_path / "log") as process:
+        assert process.ready(LOAD_S).pid == process.pid
+
+
 def test_a_conversation_is_read_and_goes_on(engine: EngineProcess) -> None:
     prompt = engine.call(Encode("some words. ", "and a question?", 100), Encoded, CALL_S).tokens
     assert len(prompt) == 100

@@ -212,6 +212,8 @@ def test_a_worker_that_dies_in_a_part_fails_that_part_only(end: str) -> None:
         before = client.stats()
         put = exchange.put("chat")
         put.add("0", noise(MIB))
+        # Answered, and not only copied: the signal that ends the worker could overtake what it has to say of this part.
+        wait_until(lambda: not client.stats().ops)
         put.add("1", noise(MIB, 2))
         with pytest.raises(PeerGone) as caught:
             put.commit()
@@ -359,6 +361,16 @@ def test_a_closed_exchange_leaves_no_mapping_and_its_images(roomy: DaemonProcess
         open_put.add("x", noise(MIB))
         exchange.close()
         exchange.close()
+        for late in (
+            lambda: exchange.put("chat"),
+            lambda: exchange.get("chat"),
+            lambda: exchange.lookup([1]),
+            lambda: open_put.add("y", b"late"),
+            open_put.commit,
+            lambda: held.read("x"),
+        ):
+            with pytest.raises(UsageError, match="exchange 'exchange' is closed"):
+                late()
         assert client.stats().staged_bytes == 0
         assert client.stats().workers[0].resources["pools"] == 0
         held.close()

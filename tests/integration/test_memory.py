@@ -97,6 +97,12 @@ def test_what_a_capture_takes_is_explained() -> None:
         assert UNEXPLAINED not in daemon.log
 
 
+def test_a_young_daemon_is_read_anew_for_who_asks() -> None:
+    with DaemonProcess("cpu:2", {"memory.sample_s": "3600"}) as daemon, daemon.client() as client:
+        reply = memory_of(client, all_judged)
+        assert all(process.resident_bytes > 4 * MIB for process in reply.processes)
+
+
 def test_a_leak_is_told_once_and_names_the_worker() -> None:
     faults = {"cpu:1/leak_bytes": str(LEAK)}
     with DaemonProcess("cpu:2", SETTINGS, faults) as daemon, daemon.client() as client, register(client) as engine:

@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 
 from stratad.version import package_hash
+from tests.support.instances import private_segments
 
 COMMAND = [sys.executable, "-P", "-m", "stratad.ctl", "bench"]
 
 
 def bench(*words: str) -> dict[str, Any]:
-    done = subprocess.run([*COMMAND, *words, "--json", "--quiet"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    command = [*COMMAND, *words, "--json", "--quiet"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert stderr == ""
+    assert private_segments(process.pid) == []
+    report: dict[str, Any] = json.loads(stdout.splitlines()[-1])
     assert {"bench", "hardware", "versions", "rows", "ratios"} <= report.keys()
     assert report["bench"] == words[0]
     assert report["versions"]["daemon_package_hash"] == report["versions"]["installed_package_hash"] == package_hash()

@@ -2,9 +2,6 @@
 
 import itertools
 import os
-import re
-
-import psutil
 
 _numbers = itertools.count()
 
@@ -14,17 +11,11 @@ def fresh_instance() -> str:
     return f"t{os.getpid()}-{next(_numbers)}"
 
 
-def is_foreign(segment_file: str) -> bool:
-    """Whether a file of /dev/shm belongs to another run on this host: its instance names the pid of that run."""
-    match = re.match(r"stratad\.[a-z_-]*([0-9]+)", segment_file)
-    if match is None or int(match[1]) == os.getpid():
-        return False
-    pid = int(match[1])
-    return segment_file.startswith(f"stratad.t{pid}-") or (psutil.pid_exists(pid) and not _is_descendant(pid))
+def is_ours(segment_file: str) -> bool:
+    """Whether a file of /dev/shm belongs to a daemon of this test run; others come and go on the same host."""
+    return segment_file.startswith(f"stratad.t{os.getpid()}-")
 
 
-def _is_descendant(pid: int) -> bool:
-    try:
-        return os.getpid() in {parent.pid for parent in psutil.Process(pid).parents()}
-    except psutil.NoSuchProcess:
-        return False
+def private_segments(pid: int) -> list[str]:
+    """Files of /dev/shm that belong to the daemons which process `pid` started for itself (benchmarks and the demo)."""
+    return sorted(name for name in os.listdir("/dev/shm") if name.startswith(f"stratad.bench{pid}x"))  # noqa: PTH208

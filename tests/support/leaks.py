@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.instances import is_foreign
+from tests.support.instances import is_ours, private_segments
 
 
 class Held(NamedTuple):
@@ -73,7 +73,8 @@ def _threads() -> frozenset[str]:
 
 def _segments() -> frozenset[str]:
     names = os.listdir("/dev/shm")  # noqa: PTH208
-    return frozenset(f"segment {name}" for name in names if name.startswith("stratad.") and not is_foreign(name))
+    ours = [name for name in names if is_ours(name)]
+    return frozenset(f"segment {name}" for name in [*ours, *private_segments(os.getpid())])
 
 
 def _instance(segment: str) -> str:

@@ -5,6 +5,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+import pytest
 import zmq
 
 from tests.support.instances import fresh_instance
@@ -54,7 +55,22 @@ def test_segments() -> None:
     path.touch()
     assert new_since(before) == [f"segment {path.name}"]
     path.unlink()
-    other = Path("/dev/shm/stratad.t1-0.cpu_0.0")
+
+
+@pytest.mark.parametrize("instance", ["t1-0", f"breaker{os.getpid()}", f"fixture-{os.getpid()}", "default{fresh}"])
+def test_segments_of_daemons_that_are_not_ours(instance: str) -> None:
+    before = held_now()
+    other = Path("/dev/shm") / f"stratad.{instance.format(fresh=fresh_instance())}.cpu_0.0"
     other.touch()
-    assert new_since(before) == []
-    other.unlink()
+    try:
+        assert new_since(before) == []
+    finally:
+        other.unlink()
+
+
+def test_segments_of_private_daemons() -> None:
+    before = held_now()
+    path = Path("/dev/shm") / f"stratad.bench{os.getpid()}x999.cpu_0.0"
+    path.touch()
+    assert new_since(before) == [f"segment {path.name}"]
+    path.unlink()

@@ -234,6 +234,23 @@ def test_captures_and_puts_keep_to_their_own_kind(core: Harness, exchange: CoreE
         assert code(core, request.seq) == expected, request
 
 
+def test_the_other_way_is_named_to_who_asks_for_an_image_of_the_other_kind(
+    core: Harness, exchange: CoreExchange
+) -> None:
+    plain = core.register(stages=1, layouts=[exchange_layout()])
+    exchange.put_whole("put", {"x": 10})
+    core.capture(plain, "captured", range(8))
+    core.finish_all()
+    restore = Restore(core.next_seq(), plain, "put", ((ROW,),), 0, "host")
+    core.ask(1, restore)
+    failure = core.failure(1, restore.seq)
+    assert failure.message.endswith("was put as parts: read it through an exchange")
+    assert "layout.exchange" in failure.detail
+    get = GetBegin(core.next_seq(), exchange.engine_id, "captured")
+    core.ask(1, get)
+    assert core.failure(1, get.seq).message.endswith("was captured: restore it into an engine")
+
+
 @pytest.mark.parametrize(
     "bad",
     [

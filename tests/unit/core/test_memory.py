@@ -25,7 +25,7 @@ from ipc.messages import (
     Unregister,
 )
 from stratad.core.effects import Effect, LogLine, SampleMemory, SendTo, SpawnWorker
-from stratad.core.memory import BATCH, CHUNK_RECORD_BYTES, IMAGE_RECORD_BYTES, SUPERVISOR, TEMPLATE
+from stratad.core.memory import BATCH, CHUNK_RECORD_BYTES, IMAGE_RECORD_BYTES, SUPERVISOR, TEMPLATE, YOUNG_S
 from stratad.core.memory_ring import series_bytes
 from stratad.core.memory_tracks import (
     PROCESS_LIMIT,
@@ -156,6 +156,60 @@ def test_the_core_wakes_for_the_next_round_and_no_more_when_it_stops(core: Harne
     core.tick(10 * SETTINGS.sample_s)
     assert not asked_to_read(core.effects)
     assert core.core.due_s > core.now_s + 10 * SETTINGS.sample_s
+
+
+SELDOM = dataclasses.replace(SETTINGS, sample_s=1000.0)
+
+
+def test_a_young_daemon_that_is_asked_reads_its_processes_anew(make_core: MakeCore) -> None:
+    core = make_core(memory=SELDOM)
+    core.connect()
+    core.tick(0.5)
+    hold(core, TEMPLATE, anon=77 * MIB)
+    assert of(ask(core), "template").anon_bytes == 10 * MIB, "the last round is young too"
+    core.tick(2.0)
+    assert of(ask(core), "template").anon_bytes == 77 * MIB
+    assert of(ask(core), "template").samples == 2, "asked again at once: no third round"
+    core.tick(YOUNG_S)
+    hold(core, TEMPLATE, anon=99 * MIB)
+    old = of(ask(core), "template")
+    assert (old.anon_bytes, old.samples) == (77 * MIB, 2), "an old daemon keeps to its rounds"
+    assert old.age_s == YOUNG_S
+
+
+def test_who_asks_during_a_round_waits_for_its_end(make_core: MakeCore) -> None:
+    core = make_core(7, memory=SELDOM)
+    core.connect()
+    core.connect(2)
+    while core.core.state.memory.pending:
+        core.tick(0.02)
+    core.tick(2.0)
+    first = Memory(core.next_seq(), False, 0)
+    core.ask(1, first)
+    assert core.answers(1, first.seq) == []
+    gone = Memory(core.next_seq(), False, 0)
+    core.ask(2, gone)
+    core.perform(core.core.client_gone(2, core.at))
+    while core.core.state.memory.pending:
+        assert core.core.due_s <= core.now_s + 0.02
+        core.tick(0.02)
+    reply = cast("MemoryReply", core.final(1, first.seq))
+    assert max(process.age_s for process in reply.processes) < 0.1
+    assert core.answers(2, gone.seq) == []
+
+
+def test_a_daemon_that_stops_answers_who_waits_for_a_round(make_core: MakeCore) -> None:
+    core = make_core(7, memory=SELDOM)
+    core.connect()
+    while core.core.state.memory.pending:
+        core.tick(0.02)
+    core.tick(2.0)
+    asked = Memory(core.next_seq(), False, 0)
+    core.ask(1, asked)
+    core.perform(core.core.stop(core.at))
+    core.tick(0.02)
+    assert isinstance(core.final(1, asked.seq), MemoryReply)
+    assert isinstance(ask(core), MemoryReply)
 
 
 def test_the_ring_keeps_what_the_setting_says(core: Harness) -> None:

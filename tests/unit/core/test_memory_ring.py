@@ -52,18 +52,20 @@ def test_a_series_takes_what_is_said_and_never_more() -> None:
 
 def test_slopes_are_those_of_the_window() -> None:
     # First a steep rise that falls out of the window, then 36 MB an hour of which 24 are explained.
-    steep = [sample(n * 1000, n * 10**9) for n in range(50)]
-    gentle = [sample((50 + n) * 1000, 5 * 10**9 + n * 10_000, n * 6_667) for n in range(100)]
+    steep = [sample(n * 10_000, n * 10**9) for n in range(50)]
+    gentle = [sample((50 + n) * 10_000, 5 * 10**9 + n * 100_000, n * 66_670) for n in range(100)]
     ring = ring_of(100, steep + gentle)
     assert ring.slope_per_hour == pytest.approx(36e6)
     assert ring.residual_slope_per_hour == pytest.approx(36e6 - 6_667 * 3600)
 
 
 def test_a_constant_has_no_slope() -> None:
-    assert ring_of(100, [sample(n * 1000, 77) for n in range(100)]).slope_per_hour == 0
+    assert ring_of(100, [sample(n * 10_000, 77) for n in range(100)]).slope_per_hour == 0
 
 
 def test_a_short_window_has_no_slope_yet() -> None:
+    # What a start takes, seen for two minutes, is no growth of gigabytes an hour.
+    assert ring_of(100, [sample(n * 5000, min(n, 4) * 10**7) for n in range(25)]).slope_per_hour is None
     ring = ring_of(10, [sample(0, 1), sample(SLOPE_LEAST_MS - 1, 2)])
     assert ring.slope_per_hour is None
     assert ring.residual_slope_per_hour is None

@@ -407,7 +407,8 @@ def test_a_slot_poisoned_during_its_capture_is_not_published(core: Harness) -> N
     core.ask(1, Mark(core.next_seq(), engine, 3, "poisoned"))
     core.finish_all()
     assert core.failure(1, seq).code == "poisoned"
-    assert core.failure(1, core.capture(engine, slot=3)).code == "poisoned"
+    refused = core.failure(1, core.capture(engine, slot=3))
+    assert (refused.code, refused.message) == ("poisoned", "slot 3 is marked poisoned (mark it clean first)")
     core.ask(1, Mark(core.next_seq(), engine, 3, "dirty"))
     core.capture(engine, slot=3)
     core.finish_all()

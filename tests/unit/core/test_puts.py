@@ -159,6 +159,7 @@ def test_the_algorithm_that_a_worker_names_is_recorded(core: Harness, exchange: 
     assert isinstance(detail, ImageDetail)
     assert [chunk.algorithm for chunk in detail.chunks] == ["other-128", "xxh3-128"]
     assert detail.image.parts == 2
+    assert detail.parts == (PartInfo("x", 10), PartInfo("y", 10))
 
 
 def test_a_part_that_failed_may_be_put_again_and_nothing_of_it_stays(core: Harness, exchange: CoreExchange) -> None:

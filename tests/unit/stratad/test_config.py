@@ -159,6 +159,7 @@ def test_unknown_keys_in_the_environment_and_the_file(file: Path) -> None:
         ("daemon.state_dir=", "absolute"),
         ("daemon.devices=cuda:0", "UUID"),
         ("copy.chunk_tokens=0", "at least 1"),
+        ("ram.budget_bytes=1G", "units: B, KiB, MiB, GiB, TiB"),
         ("ram.budget_bytes=9999TiB", "at most 1024 TiB"),
         ("cpu_device.link_bytes_per_s=1e18", "at most 1e+15"),
         ("testing.worker_faults=x", "worker[#generation]/fault=when"),

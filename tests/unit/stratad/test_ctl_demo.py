@@ -2,6 +2,7 @@
 
 import argparse
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,6 +154,30 @@ def test_a_gpu_that_is_not_there_is_told_first(monkeypatch: pytest.MonkeyPatch) 
     assert error.exit_code == ExitCode.USAGE
     assert "sees no GPU" in error.what
     assert "--device cpu" in error.fix
+
+
+@pytest.mark.parametrize(("missing", "model"), [("torch", "random:tiny"), ("transformers", "smollm2")])
+def test_libraries_that_are_not_installed_are_told_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, missing: str, model: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr("stratad.ctl.demo.EngineProcess", None)  # whoever started one would fail otherwise
+    error = _refused("--model", model, "--device", "cuda")
+    assert (error.exit_code, error.code) == (ExitCode.FAILED, "not_installed")
+    assert f"{missing} cannot be found" in error.what
+    assert "-c constraints.txt '.[transformers]'" in error.fix
+
+
+def test_the_current_directory_is_not_searched_for_our_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = tmp_path / "stratad"
+    stranger.mkdir()
+    (stranger / "__init__.py").write_text("raise RuntimeError('a stranger')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CommandError) as caught:
+        model_folder("/nowhere/at/all")
+    assert "no folder with a config.json" in caught.value.what
 
 
 def test_why_a_model_could_not_be_had_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from ipc.messages import ProcessMemory
+from ipc.messages import EXCHANGE_ROW_BYTES, PartInfo, ProcessMemory
 from shm.extent import GRANULE_BYTES
 from stratad.ctl import images
 from stratad.ctl.output import human_age, human_bytes, table
@@ -137,6 +137,35 @@ def test_show_names_digest_and_place_of_every_chunk() -> None:
         {"segment": "/stratad.default.cpu_0.0", "offset_bytes": GRANULE_BYTES, "length_bytes": GRANULE_BYTES}
     ]
     assert any(chunk["digest"] in line and "/dev/shm/stratad.default.cpu_0.0 +65536" in line for line in answer.lines)
+
+
+def test_an_image_of_parts_is_marked_and_shown_part_by_part() -> None:
+    image = msgspec.structs.replace(IMAGE, parts=3, chunks=3, tokens=0)
+    row_bytes = EXCHANGE_ROW_BYTES
+    chunks = tuple(
+        msgspec.structs.replace(DETAIL.chunks[0], token_count=rows, length_bytes=rows * row_bytes)
+        for rows in (256, 1, 2)
+    )
+    parts = (
+        PartInfo("0.key", 257 * row_bytes - 9, "bf16 1x8"),
+        PartInfo("nothing", 0),
+        PartInfo("0.value", row_bytes + 1),
+    )
+    client = FakeClient(
+        images=(image,), detail=msgspec.structs.replace(DETAIL, image=image, chunks=chunks, parts=parts)
+    )
+    listed = images.list_images(client, "tenant", now_unix_s=1160.0)
+    assert any(line.rstrip().endswith("parts,pinned") for line in listed.lines)
+    answer = images.show(client, "tenant", "chat", now_unix_s=1160.0)
+    cells = [line.split() for line in answer.lines]
+    assert ["part", "bytes", "note"] in cells
+    assert ["0.key", "1.0", "MiB", "bf16", "1x8"] in cells
+    assert ["nothing", "0", "B", "-"] in cells
+    shown = [line[1:3] for line in cells if line[:1] == ["0"]]
+    assert shown == [["0.key", "256"], ["0.key", "1"], ["0.value", "2"]]
+    assert not any("rows 0" in line for line in answer.lines)
+    data = json.loads(json.dumps(answer.data))
+    assert data["parts"][0] == {"name": "0.key", "nbytes": 257 * row_bytes - 9, "meta": "bf16 1x8"}
 
 
 @pytest.mark.parametrize(("restores", "text"), [(0, "restored 0 times"), (1, "restored once"), (2, "restored 2 times")])

@@ -1,6 +1,8 @@
 """The adapter parks and restores caches, here with a client that keeps the bytes in this process."""
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -170,6 +172,26 @@ def test_busy_rows_are_not_touched() -> None:
         assert engine.pool_bytes() == pools
         assert len(engine.calls) == 2
         parker.restore("a", slot=1)  # the other slot is free
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_a_library_that_is_not_installed_is_named_with_the_command(missing: str) -> None:
+    script = f"import sys; sys.modules[{missing!r}] = None; import stratad.engines.transformers"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=50)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: stratad.engines.transformers needs {missing}, which is not installed: ")
+    assert "-c constraints.txt '.[transformers]'" in last
+
+
+def test_tokens_have_one_axis() -> None:
+    cache, _ = read(tiny_model(), PROMPT)
+    with parking() as (parker, engine):
+        rows = torch.tensor([PROMPT])
+        with pytest.raises(UsageError, match=rf"one axis.*\[1, {len(PROMPT)}\]") as caught:
+            parker.park("a", cache, rows)  # type: ignore[arg-type]
+        assert caught.value.code == "bad_tokens"
+        assert engine.calls == []
+        parker.park("a", cache, rows[0]).result()  # type: ignore[arg-type]
 
 
 def test_tokens_must_be_those_of_the_cache() -> None:

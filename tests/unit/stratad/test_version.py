@@ -1,10 +1,11 @@
 """Which build this is."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from stratad.version import UNKNOWN, commit_of, hash_tree, package_dir, package_hash
+from stratad.version import PACKAGES, UNKNOWN, commit_of, hash_tree, package_dir, package_hash
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -23,7 +24,7 @@ def test_every_change_changes_the_hash(tmp_path: Path) -> None:
     seen.add(hash_tree({"p": tree}))
     (tree / "a.py").rename(tree / "c.py")
     seen.add(hash_tree({"p": tree}))
-    (tree / "kernel.cu").write_text("")
+    (tree / "inner/d.py").write_text("")
     seen.add(hash_tree({"p": tree}))
     (tree / "c.py").unlink()
     seen.add(hash_tree({"p": tree}))
@@ -33,16 +34,17 @@ def test_every_change_changes_the_hash(tmp_path: Path) -> None:
 def test_a_file_cannot_look_like_two(tmp_path: Path) -> None:
     two, one = tmp_path / "two", tmp_path / "one"
     two.mkdir()
-    (two / "a").write_text("1")
-    (two / "b").write_text("2")
+    (two / "a.py").write_text("1")
+    (two / "b.py").write_text("2")
     one.mkdir()
-    (one / "a").write_text("1p/b2")
+    (one / "a.py").write_text("1p/b.py2")
     assert hash_tree({"p": one}) != hash_tree({"p": two})
 
 
-def test_compiled_files_do_not_count(tmp_path: Path) -> None:
+def test_what_no_install_has_does_not_count(tmp_path: Path) -> None:
     tree = make_tree(tmp_path / "p")
     before = hash_tree({"p": tree})
+    (tree / "WIRE.md").write_text("a document lies in the checkout only\n")
     (tree / "__pycache__").mkdir()
     (tree / "__pycache__/a.cpython-311.pyc").write_bytes(b"\0")
     assert hash_tree({"p": tree}) == before
@@ -50,6 +52,15 @@ def test_compiled_files_do_not_count(tmp_path: Path) -> None:
 
 def test_the_same_files_elsewhere_have_the_same_hash(tmp_path: Path) -> None:
     assert hash_tree({"p": make_tree(tmp_path / "x")}) == hash_tree({"p": make_tree(tmp_path / "y")})
+
+
+def test_every_folder_that_is_hashed_is_installed() -> None:
+    home = package_dir("stratad")
+    assert home is not None
+    project = tomllib.loads((home.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {path.parent for package in PACKAGES for path in (home.parent / package).rglob("*.py")}
+    hashed = {folder.relative_to(home.parent).as_posix().replace("/", ".") for folder in folders}
+    assert hashed == set(project["tool"]["setuptools"]["packages"])
 
 
 def test_our_own_hash_is_known() -> None:
