@@ -6,7 +6,8 @@ after them, are done as late as may be. So an order that the code needs and does
 
 It knows what a real one punishes: copies to host memory that is not page-locked, or across two registrations, and
 addresses that lie in no allocation, fail with error 1; after `fail_next` the next copy fails with the given code, after
-`fail_next_sync` the next wait for a stream or an event; `hide_ranges` makes it keep the sizes of allocations to itself,
+`fail_next_sync` the next wait for a stream, `fail_next_event_wait` for an
+event; `hide_ranges` makes it keep the sizes of allocations to itself,
 `refuse_events` makes it open no event of another process.
 """
 
@@ -36,7 +37,8 @@ static std::map<byte*, size_t> allocations, locked;
 typedef std::function<void()> Action;
 typedef Action (*Launcher)(unsigned, void**);  // takes the values of the parameters along
 static std::map<std::string, Launcher> kernels;
-static int failure = 0, sync_failure = 0, ranges_hidden = 0, pending_event = 0, refused_events = 0, deferring = 0;
+static int failure = 0, sync_failure = 0, event_failure = 0, ranges_hidden = 0;
+static int pending_event = 0, refused_events = 0, deferring = 0;
 static long handles = 1, live = 0, waits = 0, waits_for_events = 0, records = 0;
 
 // Records are numbered through all events. One is pending from its call until its stream has come to it.
@@ -175,8 +177,8 @@ API cudaEventSynchronize(void* e) {
   long record = last_record[e];
   waits_for_events++;
   if (pending.count(record)) run_until(pending[record], record);
-  int code = sync_failure;
-  sync_failure = 0;
+  int code = event_failure;
+  event_failure = 0;
   return code;
 }
 struct Opaque { byte reserved[64]; };
@@ -231,6 +233,7 @@ API cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
 extern "C" void defer(int how) { std::lock_guard<std::mutex> hold(lock); run_all(); deferring = how; }
 extern "C" void fail_next(int code) { failure = code; }
 extern "C" void fail_next_sync(int code) { sync_failure = code; }
+extern "C" void fail_next_event_wait(int code) { event_failure = code; }
 extern "C" void hide_ranges(int yes) { ranges_hidden = yes; }
 extern "C" void refuse_events(int code) { refused_events = code; }
 extern "C" long stream_waits() { return waits; }

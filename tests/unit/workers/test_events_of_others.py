@@ -197,7 +197,7 @@ def test_an_event_that_cannot_be_waited_for_ends_the_registration(
 
         def answer(request: Request) -> Iterable[Reply]:
             answers = list(opened(request))
-            library.fail_next_sync(700)
+            library.fail_next_event_wait(700)
             return answers  # type: ignore[return-value]
 
         daemon.script[Register] = answer
