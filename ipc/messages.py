@@ -23,6 +23,8 @@ DIGEST_BYTES: Final = 16
 EXCHANGE_ROW_BYTES: Final = 4096
 PART_NAME_CHARS: Final = 256
 PART_META_CHARS: Final = 512
+# An engine's slots are numbered below this: each of them can be marked, and the daemon keeps every mark.
+SLOT_LIMIT: Final = 65_536
 TOKEN_BYTES: Final = 4
 
 
@@ -313,9 +315,9 @@ class Unregister(Message, frozen=True, tag="unregister"):
 class Capture(Message, frozen=True, tag="capture"):
     """Capture `tokens` out of `rows` (one entry for all stages, or one a stage) into an image of `conversation`.
 
-    `slot` is the engine's own number of the slot, for marks. `positions` are the token positions of the states,
-    ascending, none where no stage has any. `ordered` says what orders the copy after the engine's last write: ``host``
-    (the engine has synchronised) or ``event`` (the registered events were recorded).
+    `slot` is the engine's own number of the slot, below `SLOT_LIMIT`, for marks. `positions` are the token positions of
+    the states, ascending, none where no stage has any. `ordered` says what orders the copy after the engine's last
+    write: ``host`` (the engine has synchronised) or ``event`` (the registered events were recorded).
     """
 
     seq: int

@@ -44,13 +44,12 @@ from stratad.core import exchange, jobs, memory_view, queue, registration, views
 from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
-from stratad.core.intake import engine_of, operation_of
+from stratad.core.intake import check_slot_number, engine_of, operation_of
 from stratad.core.ops import OpState
 from stratad.core.state import ClientRecord, State, StatsRequest
 
 CENSUS_WAIT_S = 0.25
 LIST_LIMIT = 250  # each is counted chunk by chunk
-SLOT_LIMIT = 65_536
 MARKS = ("clean", "dirty", "poisoned")
 
 
@@ -157,12 +156,9 @@ def _named(state: State, client: ClientRecord, namespace: str, conversation: str
 
 def _mark(state: State, client: ClientRecord, request: Mark) -> None:
     engine = engine_of(state, client, request.engine_id)
-    if request.mark not in MARKS or not 0 <= request.slot < SLOT_LIMIT:
-        raise Refusal(
-            "bad_value",
-            f"mark must be one of {', '.join(MARKS)} and slot 0..{SLOT_LIMIT - 1}, got "
-            f"{request.mark[:20]!r} for slot {request.slot}",
-        )
+    if request.mark not in MARKS:
+        raise Refusal("bad_value", f"mark must be one of {', '.join(MARKS)}, got {request.mark[:20]!r}")
+    check_slot_number("slot", request.slot)
     engine.marks[request.slot] = request.mark
     state.reply(client.client, Done(request.seq))
 
@@ -222,7 +218,9 @@ def _give_back(state: State, client: ClientRecord, request: Release) -> None:
 
 
 def _drop_transit(state: State, client: ClientRecord, request: SlotDrop) -> None:
-    image = engine_of(state, client, request.engine_id).transits.pop(request.slot, None)
+    engine = engine_of(state, client, request.engine_id)
+    check_slot_number("slot", request.slot)
+    image = engine.transits.pop(request.slot, None)
     if image is None:
         raise Refusal("unknown_image", f"slot {request.slot} has no transit image")
     state.catalog.drop_transit(image)
