@@ -439,7 +439,8 @@ class PutPart(Message, frozen=True, tag="put_part"):
 
 
 class PutCommit(Message, frozen=True, tag="put_commit"):
-    """Publish a put whose parts are all stored; it takes the place of the conversation's former image. Answer:
+    """Publish a put whose parts are all stored; it takes the place of the conversation's former image
+    of this fingerprint. Answer:
     `Captured`.
     """
 
@@ -526,12 +527,15 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
 
 class Drop(Message, frozen=True, tag="drop"):
-    """Drop the image of a conversation (pinned images only with `force`)."""
+    """Drop the images of a conversation, or only `image_id` of them: all or, where one of them is pinned and there is
+    no `force`, none. A conversation has one image a fingerprint.
+    """
 
     seq: int
     namespace: str
     conversation: str
     force: bool = False
+    image_id: int = 0
 
 
 class Clear(Message, frozen=True, tag="clear"):
@@ -542,12 +546,13 @@ class Clear(Message, frozen=True, tag="clear"):
 
 
 class Pin(Message, frozen=True, tag="pin"):
-    """Pin (`pinned`) or unpin an image: pinned images are never evicted."""
+    """Pin (`pinned`) or unpin the images of a conversation, or only `image_id` of them; pinned ones are not evicted."""
 
     seq: int
     namespace: str
     conversation: str
     pinned: bool
+    image_id: int = 0
 
 
 class Stats(Message, frozen=True, tag="stats"):
@@ -576,11 +581,12 @@ class ListImages(Message, frozen=True, tag="list"):
 
 
 class Show(Message, frozen=True, tag="show"):
-    """One image with its chunks."""
+    """The latest image of a conversation, or its image `image_id`, with its chunks."""
 
     seq: int
     namespace: str
     conversation: str
+    image_id: int = 0
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -811,12 +817,15 @@ class Images(Message, frozen=True, tag="images"):
 
 
 class ImageDetail(Message, frozen=True, tag="image"):
-    """Answer to `Show`: the image, its fingerprint, and for each chunk its stage, kind, rows, place and digest."""
+    """Answer to `Show`: the image, its fingerprint, and for each chunk its stage, kind, rows, place and digest.
+    `others` are the numbers of the conversation's other images, which are of other fingerprints.
+    """
 
     seq: int
     image: ImageInfo
     fingerprint: dict[str, str]
     chunks: tuple["ChunkInfo", ...]
+    others: tuple[int, ...] = ()
 
 
 class ChunkInfo(msgspec.Struct, frozen=True):

@@ -97,7 +97,7 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case ListImages():
             _list(state, client, request)
         case Show():
-            image = _named(state, client, request.namespace, request.conversation)[-1]
+            image = _named(state, client, request)[-1]
             state.reply(client.client, views.image_detail(state, request.seq, image))
         case Goodbye():
             state.reply(client.client, Done(request.seq))
@@ -142,10 +142,23 @@ def _may_touch(state: State, client: ClientRecord, namespace: str) -> bool:
     return _is_admin(state, client) or state.owners.get(namespace) == client.uid
 
 
-def _named(state: State, client: ClientRecord, namespace: str, conversation: str) -> tuple[Image, ...]:
+def _named(state: State, client: ClientRecord, request: Show | Pin | Drop) -> tuple[Image, ...]:
+    """The images that a request means, latest last: all of a conversation, one a fingerprint, or a single one of them.
+
+    Raises:
+        Refusal: ``not_permitted``, ``unknown_conversation`` or ``unknown_image``.
+    """
+    namespace, conversation, image_id = request.namespace, request.conversation, request.image_id
     if not _may_touch(state, client, namespace):
         raise Refusal("not_permitted", f"namespace {namespace[:80]!r} is not yours")
     images = state.catalog.named(namespace, conversation)
+    if image_id:
+        images = tuple(image for image in images if image.image_id == image_id)
+        if not images:
+            raise Refusal(
+                "unknown_image",
+                f"conversation {conversation[:80]!r} in namespace {namespace[:80]!r} has no image {image_id}",
+            )
     if not images:
         raise Refusal(
             "unknown_conversation",
@@ -164,7 +177,7 @@ def _mark(state: State, client: ClientRecord, request: Mark) -> None:
 
 
 def _pin(state: State, client: ClientRecord, request: Pin) -> None:
-    images = _named(state, client, request.namespace, request.conversation)
+    images = _named(state, client, request)
     for image in images:
         image.pinned = request.pinned
     state.reply(client.client, Done(request.seq, len(images)))
@@ -229,7 +242,7 @@ def _drop_transit(state: State, client: ClientRecord, request: SlotDrop) -> None
 
 
 def _drop(state: State, client: ClientRecord, request: Drop) -> None:
-    images = _named(state, client, request.namespace, request.conversation)
+    images = _named(state, client, request)
     for image in images:
         if image.pinned and not request.force:
             raise Refusal("pinned", f"image {image.image_id} is pinned; drop it with force or unpin it first")

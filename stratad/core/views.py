@@ -40,7 +40,7 @@ def image_info(state: State, image: Image) -> ImageInfo:
 
 
 def image_detail(state: State, seq: int, image: Image) -> ImageDetail:
-    """One image with all its chunks."""
+    """One image with all its chunks, and the numbers of the conversation's other ones."""
     chunks = tuple(
         ChunkInfo(
             stage,
@@ -57,7 +57,10 @@ def image_detail(state: State, seq: int, image: Image) -> ImageDetail:
         for stage, stage_chunks in enumerate(image.stages)
         for chunk in stage_chunks
     )
-    return ImageDetail(seq, image_info(state, image), state.fingerprint_fields.get(image.scope.fingerprint, {}), chunks)
+    fields = state.fingerprint_fields.get(image.scope.fingerprint, {})
+    named = state.catalog.named(image.scope.namespace, image.conversation)
+    others = tuple(other.image_id for other in named if other is not image)
+    return ImageDetail(seq, image_info(state, image), fields, chunks, others)
 
 
 def worker_info(worker: Worker) -> WorkerInfo:

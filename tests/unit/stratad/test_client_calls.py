@@ -169,6 +169,10 @@ def test_small_calls(tmp_path: Path) -> None:
         assert daemon.expect(Drop).force
         client.pin("tenant", "chat", pinned=False)
         assert not daemon.expect(Pin).pinned
+        assert (daemon.expect(Drop).image_id, daemon.expect(Pin).image_id) == (0, 0)
+        client.drop("tenant", "chat", image_id=4)
+        client.pin("tenant", "chat", image_id=5)
+        assert (daemon.of(Drop)[-1].image_id, daemon.of(Pin)[-1].image_id) == (4, 5)
         assert client.clear("tenant") == 0
         assert client.stats().health == "ok"
         engine.mark(3, "poisoned")
