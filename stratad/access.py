@@ -29,7 +29,7 @@ from ipc.rundir import DIRECTORY_MODE, GROUP_REACH, OWNER_REACH, Reach
 
 AUTO: Final = "auto"
 # systemd gives the directory of a service its mode again at every start.
-_LET_PASS: Final = (
+_OPENED_BY: Final = (
     "`chmod o+x` a directory made by hand; where it is a service's, set RuntimeDirectoryMode=0751 (`systemctl edit`)"
 )
 _ROOT: Final = 0
@@ -91,7 +91,7 @@ class Access:
         groups = self.groups - ({status.st_gid} if mode & stat.S_IXGRP else set())
         if mode & stat.S_IXOTH or not (others or groups):
             return ""
-        return f"{run_dir} has mode {mode:04o}: who is not in its group {status.st_gid} cannot enter; {_LET_PASS}"
+        return f"{run_dir} has mode {mode:04o}: who is not in its group {status.st_gid} cannot enter; {_OPENED_BY}"
 
 
 def resolve_access(admins: Iterable[str], users: Iterable[str], groups: Iterable[str], run_dir: Path) -> Access:
