@@ -210,8 +210,11 @@ def test_members_of_the_group_find_it_and_others_are_told_what_is_missing(servic
     assert doctor.returncode == 0, doctor.stdout
     stranger = ctl(service, "status", user="stranger")
     assert stranger.returncode == 1
-    assert "join group" in stranger.stderr
-    assert "/stratad of /run/stratad" in stranger.stderr
+    assert "`usermod -aG stratad stranger` (from your next login on)" in stranger.stderr
+    assert "to open /run/stratad" in stranger.stderr
+    doctor = ctl(service, "doctor", user="stranger")
+    assert "configuration" not in doctor.stdout
+    assert "service: no daemon to ask" in doctor.stdout
 
 
 def test_a_stop_leaves_no_process_socket_or_segment(service: SystemdBox) -> None:
