@@ -106,6 +106,7 @@ def test_who_does_not_exist(names: tuple[list[str], list[str], list[str]], key: 
         (0o711, 70, False),  # as the daemon makes it
         (0o700, 70, False),
         (0o750, 0, False),
+        (0o755, 0, False),
     ],
 )
 def test_the_group_of_a_run_directory(tmp_path: Path, mode: int, gid: int, counts: bool) -> None:
