@@ -23,6 +23,8 @@ DIGEST_BYTES: Final = 16
 EXCHANGE_ROW_BYTES: Final = 4096
 PART_NAME_CHARS: Final = 256
 PART_META_CHARS: Final = 512
+# An engine's slots are numbered below this: each of them can be marked, and the daemon keeps every mark.
+SLOT_LIMIT: Final = 65_536
 TOKEN_BYTES: Final = 4
 
 
@@ -313,9 +315,9 @@ class Unregister(Message, frozen=True, tag="unregister"):
 class Capture(Message, frozen=True, tag="capture"):
     """Capture `tokens` out of `rows` (one entry for all stages, or one a stage) into an image of `conversation`.
 
-    `slot` is the engine's own number of the slot, for marks. `positions` are the token positions of the states,
-    ascending, none where no stage has any. `ordered` says what orders the copy after the engine's last write: ``host``
-    (the engine has synchronised) or ``event`` (the registered events were recorded).
+    `slot` is the engine's own number of the slot, below `SLOT_LIMIT`, for marks. `positions` are the token positions of
+    the states, ascending, none where no stage has any. `ordered` says what orders the copy after the engine's last
+    write: ``host`` (the engine has synchronised) or ``event`` (the registered events were recorded).
     """
 
     seq: int
@@ -437,7 +439,8 @@ class PutPart(Message, frozen=True, tag="put_part"):
 
 
 class PutCommit(Message, frozen=True, tag="put_commit"):
-    """Publish a put whose parts are all stored; it takes the place of the conversation's former image. Answer:
+    """Publish a put whose parts are all stored; it takes the place of the conversation's former image
+    of this fingerprint. Answer:
     `Captured`.
     """
 
@@ -524,12 +527,15 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
 
 class Drop(Message, frozen=True, tag="drop"):
-    """Drop the image of a conversation (pinned images only with `force`)."""
+    """Drop the images of a conversation, or only `image_id` of them: all or, where one of them is pinned and there is
+    no `force`, none. A conversation has one image a fingerprint.
+    """
 
     seq: int
     namespace: str
     conversation: str
     force: bool = False
+    image_id: int = 0
 
 
 class Clear(Message, frozen=True, tag="clear"):
@@ -540,12 +546,13 @@ class Clear(Message, frozen=True, tag="clear"):
 
 
 class Pin(Message, frozen=True, tag="pin"):
-    """Pin (`pinned`) or unpin an image: pinned images are never evicted."""
+    """Pin (`pinned`) or unpin the images of a conversation, or only `image_id` of them; pinned ones are not evicted."""
 
     seq: int
     namespace: str
     conversation: str
     pinned: bool
+    image_id: int = 0
 
 
 class Stats(Message, frozen=True, tag="stats"):
@@ -574,11 +581,12 @@ class ListImages(Message, frozen=True, tag="list"):
 
 
 class Show(Message, frozen=True, tag="show"):
-    """One image with its chunks."""
+    """The latest image of a conversation, or its image `image_id`, with its chunks."""
 
     seq: int
     namespace: str
     conversation: str
+    image_id: int = 0
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -813,6 +821,7 @@ class Images(Message, frozen=True, tag="images"):
 class ImageDetail(Message, frozen=True, tag="image"):
     """Answer to `Show`: the image, its fingerprint, and for each chunk its stage, kind, rows, place and digest. The
     chunks of an image that was put are those of its `parts`, one part after the other.
+    `others` are the numbers of the conversation's other images, which are of other fingerprints.
     """
 
     seq: int
@@ -820,6 +829,7 @@ class ImageDetail(Message, frozen=True, tag="image"):
     fingerprint: dict[str, str]
     chunks: tuple["ChunkInfo", ...]
     parts: tuple[PartInfo, ...] = ()
+    others: tuple[int, ...] = ()
 
 
 class ChunkInfo(msgspec.Struct, frozen=True):

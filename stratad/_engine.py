@@ -9,7 +9,7 @@ from ipc.messages import Captured, Copied, Done, Found, Lookup, Mark, Restored, 
 from stratad._arguments import TokensLike, pack_tokens
 from stratad._calls import FINAL, Call
 from stratad._fences import AnyTicket, Fences, rows_busy
-from stratad._operations import ImageWanted, Operations
+from stratad._operations import ImageWanted, Operations, check_slot
 from stratad._proofs import wait_for_end
 from stratad._registration import Registration
 from stratad._rows import Checkpoints, RowsGiven, StageRowsLike
@@ -55,7 +55,7 @@ class Engine:
     Rows are those of one operation in token order (see `stratad._arguments.parse_rows`): `rows` for all stages alike,
     or `rows_by_stage` with one entry a stage; a stage with several row groups takes `GroupRows`. Of a group with a
     window they are the rows of the tokens that the window holds (`RowGroup.first_token`). `slot` is the engine's own
-    number of a slot. `deadline_s` None means the client's default.
+    number of a slot, 0 to 65535. `deadline_s` None means the client's default.
     """
 
     def __init__(
@@ -418,6 +418,7 @@ class Engine:
         return Busy("rows_busy", f"{name}: {who} may still have the memory of engine {self.name!r} mapped")
 
     def _slot_drop_call(self, slot: int, deadline_s: float | None) -> Call:
+        check_slot(slot)
         self.registration.check_open()
         return Call(
             "slot_drop",
@@ -442,8 +443,7 @@ class Engine:
     def _mark_call(self, slot: int, mark: MarkName, deadline_s: float | None) -> tuple[Call, Callable[[], None]]:
         if mark not in get_args(MarkName):
             raise UsageError("bad_value", f"mark must be one of {', '.join(get_args(MarkName))}, got {mark!r}")
-        if slot < 0:
-            raise UsageError("bad_value", f"slot must be >= 0, got {slot}")
+        check_slot(slot)
         self.registration.check_open()
         with self._pump.lock:
             # Remembered before it is sent: a poisoned slot must not come back clean because the daemon died in between.

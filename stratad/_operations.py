@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from ipc.messages import (
+    SLOT_LIMIT,
     Acknowledge,
     Cancel,
     Capture,
@@ -144,6 +145,7 @@ class Operations:
         self, source_slot: int, given: RowsGiven, slot: int, *, keep: bool, deadline_s: float | None
     ) -> Ticket[Restored]:
         """Copy a slot's transit image into rows."""
+        check_slot(source_slot)
         use = self._writing(given, -1, (slot,), slot)
         self._order()
 
@@ -180,7 +182,7 @@ class Operations:
 
     def _reading(self, given: RowsGiven, tokens: int, slot: int, checkpoints: Checkpoints) -> _Reading:
         self._client.check_process()
-        _check_slot(slot)
+        check_slot(slot)
         positions = check_checkpoints(self._layouts, checkpoints, tokens)
         slots = tuple(state_slot for _, state_slot in checkpoints)
         rows = stage_rows(self._layouts, given, tokens, slots)
@@ -192,7 +194,7 @@ class Operations:
 
     def _writing(self, given: RowsGiven, tokens: int, slots: Sequence[int], slot: int) -> RowUse:
         self._client.check_process()
-        _check_slot(slot)
+        check_slot(slot)
         return RowUse(stage_rows(self._layouts, given, tokens, slots), writes=True)
 
     def _order(self) -> None:
@@ -264,9 +266,14 @@ class Operations:
         self._pump.submit(Call("cancel", lambda _, seq: Cancel(seq, target_seq), Done, time.monotonic()))
 
 
-def _check_slot(slot: int) -> None:
-    if slot < 0:
-        raise UsageError("bad_value", f"slot must be >= 0, got {slot}")
+def check_slot(slot: int) -> None:
+    """Refuse a slot that could not be marked.
+
+    Raises:
+        UsageError: ``bad_value``.
+    """
+    if not 0 <= slot < SLOT_LIMIT:
+        raise UsageError("bad_value", f"a slot must be 0 to {SLOT_LIMIT - 1}, got {slot}")
 
 
 def _counted(tokens: int) -> int:

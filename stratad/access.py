@@ -28,6 +28,10 @@ from ipc.credentials import Credentials
 from ipc.rundir import DIRECTORY_MODE, GROUP_REACH, OWNER_REACH, Reach
 
 AUTO: Final = "auto"
+# systemd gives the directory of a service its mode again at every start.
+_OPENED_BY: Final = (
+    "`chmod o+x` a directory made by hand; where it is a service's, set RuntimeDirectoryMode=0751 (`systemctl edit`)"
+)
 _ROOT: Final = 0
 _LAST_ID: Final = 2**32 - 2  # the last one means "none"
 
@@ -87,7 +91,7 @@ class Access:
         groups = self.groups - ({status.st_gid} if mode & stat.S_IXGRP else set())
         if mode & stat.S_IXOTH or not (others or groups):
             return ""
-        return f"{run_dir} has mode {mode:04o}: who is not in its group {status.st_gid} cannot enter; chmod o+x it"
+        return f"{run_dir} has mode {mode:04o}: who is not in its group {status.st_gid} cannot enter; {_OPENED_BY}"
 
 
 def resolve_access(admins: Iterable[str], users: Iterable[str], groups: Iterable[str], run_dir: Path) -> Access:
@@ -107,16 +111,46 @@ def resolve_access(admins: Iterable[str], users: Iterable[str], groups: Iterable
 
 
 def run_dir_group(run_dir: Path) -> int | None:
-    """The group that was given the run directory: it may enter, others may not (0750, 2710, ...).
+    """The group that was given the run directory: it may enter, and others may at most pass where it may also list
+    (0750, 2710, 0751, ...).
 
-    A directory that the daemon made itself is none of that kind, and root's group is never meant.
+    A directory that the daemon made itself (0711) is none of that kind, and root's group is never meant.
     """
     try:
         status = run_dir.stat()
     except OSError:
         return None
-    given = status.st_mode & stat.S_IXGRP and not status.st_mode & stat.S_IXOTH
-    return status.st_gid if given and status.st_gid != _ROOT else None
+    return None if status.st_gid == _ROOT or _not_given(status.st_mode) else status.st_gid
+
+
+def why_auto_is_nobody(groups: Iterable[str], run_dir: Path) -> str:
+    """Why ``auto`` among `groups` stands for nobody, although the run directory has a group that is not root's; else
+    empty.
+    """
+    if AUTO not in groups:
+        return ""
+    try:
+        status = run_dir.stat()
+    except OSError:
+        return ""
+    why = _not_given(status.st_mode)
+    if status.st_gid == _ROOT or not why:
+        return ""
+    return (
+        f"{run_dir} has mode {stat.S_IMODE(status.st_mode):04o} and group {_group_name(status.st_gid)}, but {why}; "
+        "with 0750 or 0751 the group is meant"
+    )
+
+
+def _not_given(mode: int) -> str:
+    """Why a directory of this mode was not given to its group; empty: it was."""
+    if not mode & stat.S_IXGRP:
+        return "the group may not enter"
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        return "others may do more than pass"
+    if mode & stat.S_IXOTH and not mode & stat.S_IRGRP:
+        return "the group may do no more than others"
+    return ""
 
 
 def check_names(admins: Iterable[str], users: Iterable[str], groups: Iterable[str]) -> None:

@@ -249,15 +249,34 @@ class Client:
 
     # --- images and the daemon ---------------------------------------------------------------------------------------
 
-    def drop(self, namespace: str, conversation: str, *, force: bool = False, deadline_s: float | None = None) -> int:
-        """Drop the image of a conversation (a pinned one only with `force`); returns how many went."""
-        return self.wait(self._drop_call(namespace, conversation, force, deadline_s), Done).count
+    def drop(
+        self,
+        namespace: str,
+        conversation: str,
+        *,
+        force: bool = False,
+        image_id: int = 0,
+        deadline_s: float | None = None,
+    ) -> int:
+        """Drop the images of a conversation, one a fingerprint, or only `image_id` of them; returns how many went.
+
+        Raises:
+            UsageError: one of them is pinned and there is no `force` (code ``pinned``; none went), or there is none.
+        """
+        return self.wait(self._drop_call(namespace, conversation, force, image_id, deadline_s), Done).count
 
     async def drop_async(
-        self, namespace: str, conversation: str, *, force: bool = False, deadline_s: float | None = None
+        self,
+        namespace: str,
+        conversation: str,
+        *,
+        force: bool = False,
+        image_id: int = 0,
+        deadline_s: float | None = None,
     ) -> int:
         """`drop` for coroutines."""
-        return (await self.wait_async(self._drop_call(namespace, conversation, force, deadline_s), Done)).count
+        call = self._drop_call(namespace, conversation, force, image_id, deadline_s)
+        return (await self.wait_async(call, Done)).count
 
     def clear(self, namespace: str, *, deadline_s: float | None = None) -> int:
         """Drop every image of a namespace that is not pinned; returns how many went."""
@@ -267,15 +286,31 @@ class Client:
         """`clear` for coroutines."""
         return (await self.wait_async(self._clear_call(namespace, deadline_s), Done)).count
 
-    def pin(self, namespace: str, conversation: str, *, pinned: bool = True, deadline_s: float | None = None) -> None:
-        """Pin or unpin the image of a conversation; a pinned one is never evicted."""
-        self.wait(self._pin_call(namespace, conversation, pinned, deadline_s), Done)
+    def pin(
+        self,
+        namespace: str,
+        conversation: str,
+        *,
+        pinned: bool = True,
+        image_id: int = 0,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Pin or unpin the images of a conversation, one a fingerprint, or only `image_id` of them; a pinned one is
+        never evicted.
+        """
+        self.wait(self._pin_call(namespace, conversation, pinned, image_id, deadline_s), Done)
 
     async def pin_async(
-        self, namespace: str, conversation: str, *, pinned: bool = True, deadline_s: float | None = None
+        self,
+        namespace: str,
+        conversation: str,
+        *,
+        pinned: bool = True,
+        image_id: int = 0,
+        deadline_s: float | None = None,
     ) -> None:
         """`pin` for coroutines."""
-        await self.wait_async(self._pin_call(namespace, conversation, pinned, deadline_s), Done)
+        await self.wait_async(self._pin_call(namespace, conversation, pinned, image_id, deadline_s), Done)
 
     def stats(self, *, deadline_s: float | None = None) -> StatsReply:
         """State of the daemon at one instant."""
@@ -313,13 +348,17 @@ class Client:
             if not page.more or not page.images:
                 return images
 
-    def show(self, namespace: str, conversation: str, *, deadline_s: float | None = None) -> ImageDetail:
-        """One image with its fingerprint and its chunks."""
-        return self.wait(self._show_call(namespace, conversation, deadline_s), ImageDetail)
+    def show(
+        self, namespace: str, conversation: str, *, image_id: int = 0, deadline_s: float | None = None
+    ) -> ImageDetail:
+        """The latest image of a conversation, or its image `image_id`, with its fingerprint and its chunks."""
+        return self.wait(self._show_call(namespace, conversation, image_id, deadline_s), ImageDetail)
 
-    async def show_async(self, namespace: str, conversation: str, *, deadline_s: float | None = None) -> ImageDetail:
+    async def show_async(
+        self, namespace: str, conversation: str, *, image_id: int = 0, deadline_s: float | None = None
+    ) -> ImageDetail:
         """`show` for coroutines."""
-        return await self.wait_async(self._show_call(namespace, conversation, deadline_s), ImageDetail)
+        return await self.wait_async(self._show_call(namespace, conversation, image_id, deadline_s), ImageDetail)
 
     @property
     def welcome(self) -> Welcome:
@@ -501,14 +540,20 @@ class Client:
         made = Engine(self, engine, namespace, fingerprint, export(), exchange=exchange)
         return made, made.registration.first_call(self.until_s(deadline_s))
 
-    def _drop_call(self, namespace: str, conversation: str, force: bool, deadline_s: float | None) -> Call:
-        return Call("drop", lambda _, seq: Drop(seq, namespace, conversation, force), Done, self.until_s(deadline_s))
+    def _drop_call(
+        self, namespace: str, conversation: str, force: bool, image_id: int, deadline_s: float | None
+    ) -> Call:
+        until_s = self.until_s(deadline_s)
+        return Call("drop", lambda _, seq: Drop(seq, namespace, conversation, force, image_id), Done, until_s)
 
     def _clear_call(self, namespace: str, deadline_s: float | None) -> Call:
         return Call("clear", lambda _, seq: Clear(seq, namespace), Done, self.until_s(deadline_s))
 
-    def _pin_call(self, namespace: str, conversation: str, pinned: bool, deadline_s: float | None) -> Call:
-        return Call("pin", lambda _, seq: Pin(seq, namespace, conversation, pinned), Done, self.until_s(deadline_s))
+    def _pin_call(
+        self, namespace: str, conversation: str, pinned: bool, image_id: int, deadline_s: float | None
+    ) -> Call:
+        until_s = self.until_s(deadline_s)
+        return Call("pin", lambda _, seq: Pin(seq, namespace, conversation, pinned, image_id), Done, until_s)
 
     def _stats_call(self, deadline_s: float | None) -> Call:
         return Call("stats", lambda _, seq: Stats(seq), StatsReply, self.until_s(deadline_s), retry=True)
@@ -521,9 +566,11 @@ class Client:
         after = seen[-1].image_id if seen else 0
         return Call("list", lambda _, seq: ListImages(seq, namespace, after, _PAGE_IMAGES), Images, until_s, retry=True)
 
-    def _show_call(self, namespace: str, conversation: str, deadline_s: float | None) -> Call:
+    def _show_call(self, namespace: str, conversation: str, image_id: int, deadline_s: float | None) -> Call:
         until_s = self.until_s(deadline_s)
-        return Call("show", lambda _, seq: Show(seq, namespace, conversation), ImageDetail, until_s, retry=True)
+        return Call(
+            "show", lambda _, seq: Show(seq, namespace, conversation, image_id), ImageDetail, until_s, retry=True
+        )
 
 
 def _reply(call: Call, kind: type[ReplyT]) -> ReplyT:

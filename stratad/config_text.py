@@ -12,7 +12,7 @@ MEANINGS: Final[dict[str, str]] = {
     "daemon.devices": 'devices to serve: "auto" (every GPU, else cpu workers), "cpu:N", "cuda:all" or UUIDs',
     "access.users": "users, by name or uid, whose processes may be engines and use stratactl for their own images",
     "access.groups": 'groups, by name or gid, whose members may too; "auto": the group of the run directory, if that '
-    "lets its group in, keeps others out and the group is not root's (0750 and group stratad, say)",
+    "lets its group in, lets others at most pass and the group is not root's (0750 or 0751, say)",
     "access.admins": "users, by name or uid, who may also see and drop others' images; root and our own user always",
     "ram.budget_bytes": 'bytes that images may take in shared memory; "auto": a quarter of what is free',
     "ram.budget_images": "images held at most",

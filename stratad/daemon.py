@@ -20,7 +20,7 @@ from shm.headroom import memory_headroom
 from shm.janitor import remove_segments
 from shm.shuttle import MOUNT
 from stratad import topology
-from stratad.access import Access, resolve_access
+from stratad.access import Access, resolve_access, why_auto_is_nobody
 from stratad.config import Config
 from stratad.core.core import Core
 from stratad.core.memory_tracks import MemorySettings
@@ -108,6 +108,8 @@ def _access(config: Config) -> Access:
     run_dir = Path(config.daemon.run_dir)
     found = resolve_access(access.admins, access.users, access.groups, run_dir)
     log.info("access", extra=fields(allowed=found.allowed_text))
+    if why := why_auto_is_nobody(access.groups, run_dir):
+        log.info("access.groups: auto means nobody", extra=fields(why=why))
     return found
 
 

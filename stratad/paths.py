@@ -11,6 +11,7 @@ from stratad.config_text import INSTANCE_FORM
 
 # Where the daemon of the system keeps its sockets, which serves root and the members of its group.
 SYSTEM_RUN_DIR: Final = Path("/run/stratad")
+SYSTEM_STATE_DIR: Final = Path("/var/lib/stratad")
 
 
 class PathError(ValueError):
@@ -99,7 +100,7 @@ def default_state_dir(environ: Mapping[str, str], uid: int) -> Path:
     if given:
         return Path(given)
     if uid == 0:
-        return Path("/var/lib/stratad")
+        return SYSTEM_STATE_DIR
     if environ.get("XDG_STATE_HOME"):
         return Path(environ["XDG_STATE_HOME"]) / "stratad"
     if environ.get("HOME"):

@@ -5,7 +5,9 @@ import stat
 from pathlib import Path
 from typing import Final, NamedTuple
 
-ASK_TEXT: Final = "or have the daemon's administrator name you in its access.users"
+_README_TEXT: Final = "(README, Who may use the daemon)"
+ASK_TEXT: Final = f"or have the daemon's administrator name you in its access.users {_README_TEXT}"
+_ROOT: Final = 0  # whose group nobody should join for this
 
 
 class Barrier(NamedTuple):
@@ -37,9 +39,19 @@ def _barrier(place: Path, status: os.stat_result, *, is_socket: bool) -> Barrier
     verb = "write to" if is_socket else "enter"
     what = f"uid {os.geteuid()} may not {verb} {place} (user {user}, group {group}, mode {mode:04o})"
     let_in = stat.S_IRGRP | stat.S_IWGRP if is_socket else stat.S_IXGRP
-    if mode & let_in == let_in:
-        return Barrier(what, f"permission: join group {group} of {place}")
-    return Barrier(what, f"permission: {place} is for its user alone: run as user {user}, {ASK_TEXT}")
+    if mode & let_in == let_in and status.st_gid != _ROOT:
+        opened = "" if is_socket else f", or, if you are named in access.users, to open {place} {_README_TEXT}"
+        return Barrier(what, f"permission: {_join_text(status.st_gid)}{opened}")
+    return Barrier(what, f"permission: {place} is not for you: run as user {user}, {ASK_TEXT}")
+
+
+def _join_text(gid: int) -> str:
+    """What makes us a member of a group: a command where group and user have names to give it."""
+    uid = os.geteuid()
+    group, user = _group_name(gid).partition("/")[2], _user_name(uid).partition("/")[2]
+    if group and user:
+        return f"ask the administrator for `usermod -aG {group} {user}` (from your next login on)"
+    return f"ask the administrator to let uid {uid} join group {gid} (from your next login on)"
 
 
 def _user_name(uid: int) -> str:

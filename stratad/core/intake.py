@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ipc.messages import TOKEN_BYTES, Capture, CudaIpcPool, GetBegin, Restore, SlotDirect, SlotFrom, SlotTo
+from ipc.messages import SLOT_LIMIT, TOKEN_BYTES, Capture, CudaIpcPool, GetBegin, Restore, SlotDirect, SlotFrom, SlotTo
 from shm.layout import ChunkSpan, StageLayout
 from shm.row_spaces import SpaceRows, distinct_rows, shared_row
 from shm.rows import ROW_LIMIT, unpack_numbers
@@ -31,6 +31,16 @@ def check_name(what: str, name: str) -> None:
     """
     if not name or len(name) > NAME_LIMIT or not name.isprintable():
         raise Refusal("bad_value", f"{what} must be 1 to {NAME_LIMIT} printable characters, got {name[:40]!r}")
+
+
+def check_slot_number(what: str, slot: int) -> None:
+    """Refuse a slot that could not be marked.
+
+    Raises:
+        Refusal: ``bad_value``.
+    """
+    if not 0 <= slot < SLOT_LIMIT:
+        raise Refusal("bad_value", f"{what} must be 0 to {SLOT_LIMIT - 1}, got {slot}")
 
 
 def engine_of(state: State, client: ClientRecord, engine_id: int) -> Engine:
@@ -123,8 +133,7 @@ def _run_stages(
 
 
 def _check_slot(engine: Engine, slot: int) -> None:
-    if slot < 0:
-        raise Refusal("bad_value", f"slot must be >= 0, got {slot}")
+    check_slot_number("slot", slot)
     if engine.marks.get(slot) == "poisoned":
         raise Refusal("poisoned", f"slot {slot} is marked poisoned (mark it clean first)")
 
@@ -199,8 +208,7 @@ def _capture(state: State, engine: Engine, request: Capture) -> Operation:
 
 
 def _slot_direct(state: State, engine: Engine, request: SlotDirect) -> Operation:
-    if request.target_slot < 0:
-        raise Refusal("bad_value", f"target_slot must be >= 0, got {request.target_slot}")
+    check_slot_number("target_slot", request.target_slot)
     source = _source(engine, request, _counted(request.tokens))
     need = Need(source.tokens, len(source.positions), exact=False)
     targets = cut_stages(engine.layouts, request.target_rows, need, source.tokens)
@@ -301,6 +309,7 @@ def _restore_image(state: State, engine: Engine, request: Restore) -> Operation:
 
 
 def _slot_from(state: State, engine: Engine, request: SlotFrom) -> Operation:
+    check_slot_number("source_slot", request.source_slot)
     image = engine.transits.get(request.source_slot)
     if image is None:
         raise Refusal("unknown_image", f"slot {request.source_slot} has no transit image: slot_to makes one")
@@ -319,8 +328,7 @@ def _restore(state: State, engine: Engine, request: Restore | SlotFrom, image: I
     """
     tokens = image.token_count if asked == -1 else asked
     _check_prefix(engine, image, tokens)
-    if request.slot < 0:
-        raise Refusal("bad_value", f"slot must be >= 0, got {request.slot}")
+    check_slot_number("slot", request.slot)
     _check_order(engine, request.ordered)
     cuts = cut_stages(engine.layouts, request.rows, Need(tokens, 1, exact=asked != -1), tokens)
     spans = _spans_by_stage(engine, image.token_count, image.positions)

@@ -30,6 +30,8 @@ from stratad.core.state import ClientRecord, Engine, EngineStage, PoolState, Sta
 STAGE_LIMIT = 64
 PLANE_LIMIT = 4096
 GROUP_LIMIT = 64
+# Each holds pools, marks and a fingerprint. An engine of which a registration waits, or pools are still closed, counts.
+ENGINE_LIMIT = 256
 KNOWN_FINGERPRINTS = 64
 KNOWN_NAMESPACES = 1024
 
@@ -42,6 +44,8 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
     """
     if state.stopping:
         raise Refusal("stopping", "the daemon is stopping")
+    if len(client.engines) >= ENGINE_LIMIT:
+        raise Refusal("too_many", f"a client has at most {ENGINE_LIMIT} engines: unregister one first")
     check_name("namespace", request.namespace)
     check_name("engine", request.engine)
     owner = state.owners.get(request.namespace, client.uid)

@@ -44,13 +44,12 @@ from stratad.core import exchange, jobs, memory, memory_view, queue, registratio
 from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
-from stratad.core.intake import engine_of, operation_of
+from stratad.core.intake import check_slot_number, engine_of, operation_of
 from stratad.core.ops import OpState
 from stratad.core.state import ClientRecord, State, StatsRequest
 
 CENSUS_WAIT_S = 0.25
 LIST_LIMIT = 250  # each is counted chunk by chunk
-SLOT_LIMIT = 65_536
 MARKS = ("clean", "dirty", "poisoned")
 
 
@@ -97,7 +96,7 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case ListImages():
             _list(state, client, request)
         case Show():
-            image = _named(state, client, request.namespace, request.conversation)[-1]
+            image = _named(state, client, request)[-1]
             state.reply(client.client, views.image_detail(state, request.seq, image))
         case Goodbye():
             state.reply(client.client, Done(request.seq))
@@ -142,10 +141,23 @@ def _may_touch(state: State, client: ClientRecord, namespace: str) -> bool:
     return _is_admin(state, client) or state.owners.get(namespace) == client.uid
 
 
-def _named(state: State, client: ClientRecord, namespace: str, conversation: str) -> tuple[Image, ...]:
+def _named(state: State, client: ClientRecord, request: Show | Pin | Drop) -> tuple[Image, ...]:
+    """The images that a request means, latest last: all of a conversation, one a fingerprint, or a single one of them.
+
+    Raises:
+        Refusal: ``not_permitted``, ``unknown_conversation`` or ``unknown_image``.
+    """
+    namespace, conversation, image_id = request.namespace, request.conversation, request.image_id
     if not _may_touch(state, client, namespace):
         raise Refusal("not_permitted", f"namespace {namespace[:80]!r} is not yours")
     images = state.catalog.named(namespace, conversation)
+    if image_id:
+        images = tuple(image for image in images if image.image_id == image_id)
+        if not images:
+            raise Refusal(
+                "unknown_image",
+                f"conversation {conversation[:80]!r} in namespace {namespace[:80]!r} has no image {image_id}",
+            )
     if not images:
         raise Refusal(
             "unknown_conversation",
@@ -156,18 +168,15 @@ def _named(state: State, client: ClientRecord, namespace: str, conversation: str
 
 def _mark(state: State, client: ClientRecord, request: Mark) -> None:
     engine = engine_of(state, client, request.engine_id)
-    if request.mark not in MARKS or not 0 <= request.slot < SLOT_LIMIT:
-        raise Refusal(
-            "bad_value",
-            f"mark must be one of {', '.join(MARKS)} and slot 0..{SLOT_LIMIT - 1}, got "
-            f"{request.mark[:20]!r} for slot {request.slot}",
-        )
+    if request.mark not in MARKS:
+        raise Refusal("bad_value", f"mark must be one of {', '.join(MARKS)}, got {request.mark[:20]!r}")
+    check_slot_number("slot", request.slot)
     engine.marks[request.slot] = request.mark
     state.reply(client.client, Done(request.seq))
 
 
 def _pin(state: State, client: ClientRecord, request: Pin) -> None:
-    images = _named(state, client, request.namespace, request.conversation)
+    images = _named(state, client, request)
     for image in images:
         image.pinned = request.pinned
     state.reply(client.client, Done(request.seq, len(images)))
@@ -221,7 +230,9 @@ def _give_back(state: State, client: ClientRecord, request: Release) -> None:
 
 
 def _drop_transit(state: State, client: ClientRecord, request: SlotDrop) -> None:
-    image = engine_of(state, client, request.engine_id).transits.pop(request.slot, None)
+    engine = engine_of(state, client, request.engine_id)
+    check_slot_number("slot", request.slot)
+    image = engine.transits.pop(request.slot, None)
     if image is None:
         raise Refusal("unknown_image", f"slot {request.slot} has no transit image")
     state.catalog.drop_transit(image)
@@ -230,7 +241,7 @@ def _drop_transit(state: State, client: ClientRecord, request: SlotDrop) -> None
 
 
 def _drop(state: State, client: ClientRecord, request: Drop) -> None:
-    images = _named(state, client, request.namespace, request.conversation)
+    images = _named(state, client, request)
     for image in images:
         if image.pinned and not request.force:
             raise Refusal("pinned", f"image {image.image_id} is pinned; drop it with force or unpin it first")

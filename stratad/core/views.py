@@ -41,7 +41,7 @@ def image_info(state: State, image: Image) -> ImageInfo:
 
 
 def image_detail(state: State, seq: int, image: Image) -> ImageDetail:
-    """One image with all its chunks."""
+    """One image with all its chunks, and the numbers of the conversation's other ones."""
     chunks = tuple(
         ChunkInfo(
             stage,
@@ -59,7 +59,9 @@ def image_detail(state: State, seq: int, image: Image) -> ImageDetail:
         for chunk in stage_chunks
     )
     fields = state.fingerprint_fields.get(image.scope.fingerprint, {})
-    return ImageDetail(seq, image_info(state, image), fields, chunks, part_table(image))
+    named = state.catalog.named(image.scope.namespace, image.conversation)
+    others = tuple(other.image_id for other in named if other is not image)
+    return ImageDetail(seq, image_info(state, image), fields, chunks, part_table(image), others)
 
 
 def part_table(image: Image) -> tuple[PartInfo, ...]:

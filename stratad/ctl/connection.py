@@ -50,16 +50,16 @@ class DaemonClient(Protocol):
         """Published images."""
         ...
 
-    def show(self, namespace: str, conversation: str) -> ImageDetail:
-        """One image with its chunks."""
+    def show(self, namespace: str, conversation: str, *, image_id: int = 0) -> ImageDetail:
+        """The latest image of a conversation, or the one that is named, with its chunks."""
         ...
 
-    def drop(self, namespace: str, conversation: str, *, force: bool = False) -> int:
-        """Drop one image; returns how many went."""
+    def drop(self, namespace: str, conversation: str, *, force: bool = False, image_id: int = 0) -> int:
+        """Drop the images of a conversation, or the one that is named; returns how many went."""
         ...
 
-    def pin(self, namespace: str, conversation: str, *, pinned: bool = True) -> None:
-        """Pin or unpin one image."""
+    def pin(self, namespace: str, conversation: str, *, pinned: bool = True, image_id: int = 0) -> None:
+        """Pin or unpin the images of a conversation, or the one that is named."""
         ...
 
     def clear(self, namespace: str) -> int:
@@ -217,7 +217,7 @@ _ADMIT_FIX: Final = (
 _FIXES: Final[dict[str, str]] = {
     "unknown_conversation": "see the published ones with `stratactl list`",
     "unknown_image": "see the published ones with `stratactl list`",
-    "pinned": "unpin it first with `stratactl pin --off`, or drop it with --force",
+    "pinned": "unpin it first with `stratactl pin --off`, or drop it with --force, or only another one with --image",
     "image_busy": "try again when the operation in flight has ended (`stratactl status` shows it)",
     "not_permitted": "run stratactl as the user whose engine owns the namespace, or as an admin of the daemon",
     "stopping": "the daemon is stopping: wait for the next one",

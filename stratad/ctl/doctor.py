@@ -33,7 +33,7 @@ def doctor(target: Target, connect: Connect, *, config_file: Path | None, try_to
         "devices": lambda: doctor_host.devices(try_torch=try_torch),
         "kernel": doctor_host.kernel,
         "user": lambda: doctor_service.user(doctor_daemon.owner(target).uid),
-        "service": lambda: doctor_service.unit(doctor_daemon.owner(target).pid),
+        "service": lambda: doctor_service.unit(doctor_daemon.daemon_pid(target)),
         "memory": lambda: doctor_memory.memory(target, config_file, asked().stats),
         "packages": doctor_install.packages,
         "sockets": lambda: doctor_daemon.sockets(target),

@@ -52,12 +52,22 @@ class Owner(NamedTuple):
 
 
 def owner(target: Target) -> Owner:
-    """Pid and uid of the daemon of the target; of ourselves where none listens."""
+    """Pid and uid of the daemon of the target; of ourselves where none can be asked."""
+    return _asked(target) or Owner(os.getpid(), os.geteuid())
+
+
+def daemon_pid(target: Target) -> int | None:
+    """Pid of the daemon of the target; None where none can be asked."""
+    found = _asked(target)
+    return None if found is None else found.pid
+
+
+def _asked(target: Target) -> Owner | None:
     try:
         found = listener(paths_of(target).life, socket.SOCK_SEQPACKET)
     except PathError:
         found = None
-    return Owner(*(found or (os.getpid(), os.geteuid())))
+    return None if found is None else Owner(*found)
 
 
 def directory(folder: Path, *, answers: bool) -> Check:

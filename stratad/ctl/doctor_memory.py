@@ -1,10 +1,11 @@
 """Checks of memory: /dev/shm against the budget, page-locking by trying it, and what the cgroup leaves."""
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -12,10 +13,11 @@ from ipc.messages import StatsReply
 from shm.headroom import memory_headroom
 from shm.janitor import list_segments
 from stratad.config import ConfigError, load_config
-from stratad.ctl.connection import Target
+from stratad.ctl.connection import Target, paths_of
 from stratad.ctl.doctor_daemon import owner
 from stratad.ctl.findings import Check, State
 from stratad.ctl.output import JsonObject, human_bytes
+from stratad.paths import SYSTEM_RUN_DIR, SYSTEM_STATE_DIR, PathError
 
 SHM: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies
 MEMLOCK_TRY_BYTES: Final = 64 * 1024 * 1024
@@ -172,9 +174,24 @@ def configured_budget_bytes(target: Target, config_file: Path | None) -> int | N
         ConfigError: the configuration cannot be used.
     """
     argv = ["--instance", target.instance]
+    environ: Mapping[str, str] = os.environ
     if target.run_dir is not None:
         argv += ["--run-dir", str(target.run_dir.absolute())]
+    else:
+        with contextlib.suppress(PathError):  # there is no daemon to be asked: then the configuration must name all
+            environ = found_environ(paths_of(target).directory.parent, environ)
     if config_file is not None:
         argv += ["--config", str(config_file)]
-    budget = load_config(argv, os.environ).ram.budget_bytes
+    budget = load_config(argv, environ).ram.budget_bytes
     return None if budget == "auto" else budget
+
+
+def found_environ(run_dir: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment of a daemon whose run directory was found: what it has no setting for it does not lack.
+
+    Only a daemon of one's own would need XDG_RUNTIME_DIR, say; systemd gives the service its directories.
+    """
+    filled = {"RUNTIME_DIRECTORY": str(run_dir)}
+    if run_dir == SYSTEM_RUN_DIR:
+        filled["STATE_DIRECTORY"] = str(SYSTEM_STATE_DIR)
+    return {**filled, **{name: value for name, value in environ.items() if value or name not in filled}}

@@ -38,8 +38,11 @@ def user(uid: int, root: Path = Path("/")) -> Iterator[Check]:
         )
 
 
-def unit(pid: int, root: Path = Path("/")) -> Iterator[Check]:
-    """The unit of systemd in which the daemon runs; `pid` is ours where there is none."""
+def unit(pid: int | None, root: Path = Path("/")) -> Iterator[Check]:
+    """The unit of systemd in which the daemon runs; `pid` is None where no daemon can be asked."""
+    if pid is None:
+        yield Check("service", State.OK, "no daemon to ask")
+        return
     try:
         text = (root / f"proc/{pid}/cgroup").read_text()
     except OSError:

@@ -1,6 +1,7 @@
 """``stratactl list, show, drop, pin, clear``: the published images."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -8,6 +9,8 @@ from ipc.messages import ChunkInfo, ImageDetail, ImageInfo
 from shm.extent import unpack_places
 from stratad.ctl.connection import DaemonClient
 from stratad.ctl.output import Answer, JsonObject, human_age, human_bytes, printable, table
+
+_OTHERS_SHOWN: Final = 8
 
 
 def list_images(client: DaemonClient, namespace: str, now_unix_s: float) -> Answer:
@@ -44,9 +47,11 @@ def _flags(image: ImageInfo) -> str:
     return ",".join(name for name, on in flags if on)
 
 
-def show(client: DaemonClient, namespace: str, conversation: str, now_unix_s: float) -> Answer:
-    """One image with its fingerprint and chunks. Raises what the client raises."""
-    detail = client.show(namespace, conversation)
+def show(client: DaemonClient, namespace: str, conversation: str, now_unix_s: float, *, image_id: int = 0) -> Answer:
+    """The latest image of a conversation, or `image_id`, with its fingerprint and chunks. Raises what the client
+    raises.
+    """
+    detail = client.show(namespace, conversation, image_id=image_id)
     return Answer(lines=_detail_lines(detail, now_unix_s), data=_detail_data(detail))
 
 
@@ -58,6 +63,7 @@ def _detail_lines(detail: ImageDetail, now_unix_s: float) -> list[str]:
     lines = [
         f"image {image.image_id}: {printable(image.namespace)} / {printable(image.conversation)}"
         + (f" ({flags})" if flags else ""),
+        *_others_lines(detail.others),
         f"tokens {image.tokens}, stages {image.stages}, "
         + (f"parts {image.parts}, " if image.parts else "")
         + f"chunks {image.chunks}, "
@@ -103,6 +109,14 @@ def _owners(detail: ImageDetail) -> list[str]:
     return names if len(names) == len(detail.chunks) else []
 
 
+def _others_lines(others: Sequence[int]) -> list[str]:
+    """That a conversation has other images, which are of other fingerprints, and how to see them."""
+    if not others:
+        return []
+    numbers = ", ".join(map(str, others[:_OTHERS_SHOWN])) + (", ..." if len(others) > _OTHERS_SHOWN else "")
+    return [f"1 of {len(others) + 1} images of this name, each of another fingerprint; --image ID shows {numbers}"]
+
+
 def _extents(chunk: ChunkInfo) -> list[dict[str, str | int]]:
     """Where a chunk lies: the names in `segments` belong to the extents in order, or to all of them."""
     extents = [extent for place in unpack_places(chunk.extents) for extent in place.extents]
@@ -120,6 +134,7 @@ def _extents(chunk: ChunkInfo) -> list[dict[str, str | int]]:
 def _detail_data(detail: ImageDetail) -> JsonObject:
     return {
         "image": msgspec.to_builtins(detail.image),
+        "others": list(detail.others),
         "fingerprint": dict(detail.fingerprint),
         "parts": [msgspec.to_builtins(part) for part in detail.parts],
         "chunks": [
@@ -139,9 +154,9 @@ def _detail_data(detail: ImageDetail) -> JsonObject:
     }
 
 
-def drop(client: DaemonClient, namespace: str, conversation: str, *, force: bool) -> Answer:
-    """Drop one image. Raises what the client raises."""
-    count = client.drop(namespace, conversation, force=force)
+def drop(client: DaemonClient, namespace: str, conversation: str, *, force: bool, image_id: int = 0) -> Answer:
+    """Drop the images of a conversation, or `image_id` of them. Raises what the client raises."""
+    count = client.drop(namespace, conversation, force=force, image_id=image_id)
     return _counted("dropped", count)
 
 
@@ -150,11 +165,12 @@ def clear(client: DaemonClient, namespace: str) -> Answer:
     return _counted("dropped", client.clear(namespace))
 
 
-def pin(client: DaemonClient, namespace: str, conversation: str, *, pinned: bool) -> Answer:
-    """Pin or unpin one image. Raises what the client raises."""
-    client.pin(namespace, conversation, pinned=pinned)
+def pin(client: DaemonClient, namespace: str, conversation: str, *, pinned: bool, image_id: int = 0) -> Answer:
+    """Pin or unpin the images of a conversation, or `image_id` of them. Raises what the client raises."""
+    client.pin(namespace, conversation, pinned=pinned, image_id=image_id)
     word = "pinned" if pinned else "unpinned"
-    return Answer(lines=[f"{word} {printable(namespace)} / {printable(conversation)}"], data={"pinned": pinned})
+    what = f"image {image_id} of " if image_id else ""
+    return Answer(lines=[f"{word} {what}{printable(namespace)} / {printable(conversation)}"], data={"pinned": pinned})
 
 
 def _counted(verb: str, count: int) -> Answer:

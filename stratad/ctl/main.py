@@ -22,6 +22,7 @@ from stratad.paths import SYSTEM_RUN_DIR
 DEFAULT_TIMEOUT_S: Final = 5.0
 MAX_TIMEOUT_S: Final = 86400.0
 MAX_SAMPLES: Final = 20_000
+MAX_IMAGE_ID: Final = 2**63 - 1  # what a message can carry
 DEFAULT_INSTANCE: Final = "default"
 Run = Callable[[argparse.Namespace], Answer]
 
@@ -204,6 +205,17 @@ def _samples(text: str) -> int:
     return int(text)
 
 
+def _image_id(text: str) -> int:
+    """The number of an image on the command line.
+
+    Raises:
+        ArgumentTypeError: no number that an image can have.
+    """
+    if not (text.isdecimal() and text.isascii()) or not 1 <= int(text) <= MAX_IMAGE_ID:
+        raise argparse.ArgumentTypeError(f"expected the number of an image, 1 to {MAX_IMAGE_ID}, got {text!r}")
+    return int(text)
+
+
 def target_of(args: argparse.Namespace) -> Target:
     """Which daemon the arguments name."""
     return Target(args.run_dir, args.instance, args.timeout)
@@ -241,22 +253,26 @@ def _add_daemon_commands(add: Add, connect: Connect) -> None:
     command = add(
         "show",
         "one image with its chunks",
-        with_client(lambda c, a: images.show(c, a.namespace, a.conversation, time.time())),
+        with_client(lambda c, a: images.show(c, a.namespace, a.conversation, time.time(), image_id=a.image)),
+        "Of a conversation with several images, one a fingerprint, it is the latest.",
     )
     _name_image(command)
     command = add(
-        "drop", "drop one image", with_client(lambda c, a: images.drop(c, a.namespace, a.conversation, force=a.force))
+        "drop",
+        "drop the images of a conversation",
+        with_client(lambda c, a: images.drop(c, a.namespace, a.conversation, force=a.force, image_id=a.image)),
+        "All of them, or none while one is pinned.",
     )
     _name_image(command)
-    command.add_argument("--force", action="store_true", help="even when it is pinned")
+    command.add_argument("--force", action="store_true", help="even what is pinned")
     command = add(
         "pin",
-        "keep one image from eviction",
-        with_client(lambda c, a: images.pin(c, a.namespace, a.conversation, pinned=not a.off)),
+        "keep the images of a conversation from eviction",
+        with_client(lambda c, a: images.pin(c, a.namespace, a.conversation, pinned=not a.off, image_id=a.image)),
         "The pin is kept when the conversation is captured again.",
     )
     _name_image(command)
-    command.add_argument("--off", action="store_true", help="let it be evicted again")
+    command.add_argument("--off", action="store_true", help="let them be evicted again")
     command = add("clear", "drop all images of a namespace", with_client(lambda c, a: images.clear(c, a.namespace)))
     command.add_argument("namespace", metavar="NAMESPACE")
 
@@ -264,6 +280,8 @@ def _add_daemon_commands(add: Add, connect: Connect) -> None:
 def _name_image(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("namespace", metavar="NAMESPACE")
     parser.add_argument("conversation", metavar="CONVERSATION")
+    image_help = "only this one of the conversation's images, of which each fingerprint has one (see `stratactl list`)"
+    parser.add_argument("--image", type=_image_id, default=0, metavar="ID", help=image_help)
 
 
 def _lazily(parser: argparse.ArgumentParser, populate: Callable[[argparse.ArgumentParser], None]) -> None:

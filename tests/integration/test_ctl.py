@@ -20,6 +20,7 @@ from stratad.bench.cpu_engine import NAMESPACE, CpuEngine, token_ids
 from stratad.client import Client
 from stratad.version import PACKAGES, package_dir
 from tests.support.daemon import DaemonProcess
+from tests.support.engine import FINGERPRINT, FakeEngine, slot_layout
 from tests.support.instances import fresh_instance
 from tests.support.wait import wait_until
 
@@ -117,6 +118,26 @@ def test_images_are_listed_shown_pinned_and_dropped(daemon: DaemonProcess, engin
     assert ctl_json(daemon, "pin", NAMESPACE, "one", "--off") == {"pinned": False}
     assert ctl_json(daemon, "drop", NAMESPACE, "one") == {"count": 1}
     assert ctl_json(daemon, "list") == {"images": []}
+
+
+def test_one_of_a_names_images_is_shown_pinned_and_dropped_by_its_number(daemon: DaemonProcess, client: Client) -> None:
+    with FakeEngine(client, (slot_layout(),), namespace=NAMESPACE) as engine:
+        first = engine.capture("one", range(10), range(10)).image_id
+        engine.engine.unregister()
+        engine.register({**FINGERPRINT, "engine_build": "another"})
+        second = engine.capture("one", range(10), range(10)).image_id
+        assert [client.show(NAMESPACE, "one", image_id=one).others for one in (0, first)] == [(first,), (second,)]
+        shown = ctl(daemon, "show", NAMESPACE, "one", "--image", str(first)).stdout.splitlines()
+        assert shown[0].startswith(f"image {first}: ")
+        assert shown[1].startswith("1 of 2 images of this name")
+        assert shown[1].endswith(f" {second}")
+        ctl_json(daemon, "pin", NAMESPACE, "one", "--image", str(second))
+        assert ctl_json(daemon, "drop", NAMESPACE, "one", "--image", str(first)) == {"count": 1}
+        refused = ctl(daemon, "drop", NAMESPACE, "one", "--image", str(first))
+        assert (refused.returncode, "[unknown_image]" in refused.stderr) == (1, True)
+        assert "[pinned]" in ctl(daemon, "drop", NAMESPACE, "one").stderr
+        ctl_json(daemon, "pin", NAMESPACE, "one", "--off", "--image", str(second))
+        assert ctl_json(daemon, "drop", NAMESPACE, "one") == {"count": 1}
 
 
 def test_an_unknown_conversation_is_a_coded_error(daemon: DaemonProcess) -> None:

@@ -177,6 +177,22 @@ def test_the_group_of_the_run_directory_is_allowed_by_default() -> None:
         assert run_as(ANNA, lambda: why_not(daemon))[0] == "not_permitted"
 
 
+def test_users_named_one_by_one_pass_beside_the_group_of_the_run_directory() -> None:
+    settings = {"access.users": str(BERT)}
+    with DaemonProcess("cpu:1", settings=settings, home_mode=0o711, run_dir_gid=GROUP, run_dir_mode=0o751) as daemon:
+        assert run_as(ANNA, lambda: list(connect_only(daemon)), groups=[GROUP]) == ["served"]
+        assert run_as(BERT, lambda: list(connect_only(daemon))) == ["served"]
+        assert run_as(STRANGER, lambda: why_not(daemon))[0] == "not_permitted"
+        assert "cannot get to the sockets" not in daemon.log_path.read_text()
+
+
+def test_why_auto_is_nobody_stands_in_the_log() -> None:
+    with DaemonProcess("cpu:1", home_mode=0o711, run_dir_gid=GROUP, run_dir_mode=0o755) as daemon:
+        assert run_as(ANNA, lambda: why_not(daemon), groups=[GROUP])[0] == "not_permitted"
+        (line,) = [one for one in daemon.log_path.read_text().splitlines() if "auto means nobody" in one]
+    assert "others may do more than pass" in line
+
+
 def test_by_default_nobody_else_is_allowed() -> None:
     with DaemonProcess("cpu:1", home_mode=0o755) as daemon:
         assert stat.S_IMODE((daemon.run_dir / daemon.instance).stat().st_mode) == 0o700

@@ -200,6 +200,24 @@ def test_doctor_is_content_and_names_the_unit(service: SystemdBox) -> None:
     assert f"uid {uid} is a system user" in done.stdout  # the daemon's, not ours
 
 
+def test_a_user_who_is_named_passes_for_good_with_another_mode_and_the_group_still_does(service: SystemdBox) -> None:
+    service.write("/etc/sysusers.d/named.conf", "u teammate - -\nm teammate stratad\nu named - -\nu nobodys - -\n")
+    service.run("systemd-sysusers", "/etc/sysusers.d/named.conf")
+    drop_in = "/etc/systemd/system/stratad.service.d/mode.conf"
+    service.write(drop_in, "[Service]\nRuntimeDirectoryMode=0751\n")
+    service.write("/etc/stratad/stratad.toml", SETTINGS + '[access]\nusers = ["named"]\n')
+    try:
+        service.run("systemctl", "daemon-reload")
+        for _ in range(2):  # also after a restart, which undoes a chmod
+            service.run("systemctl", "restart", "stratad")
+            wait_until_healthy(service)
+            served = {user: ctl(service, "status", user=user).returncode for user in ("teammate", "named", "nobodys")}
+            assert served == {"teammate": 0, "named": 0, "nobodys": 1}
+    finally:
+        service.run("rm", drop_in)
+        service.run("systemctl", "daemon-reload")
+
+
 def test_members_of_the_group_find_it_and_others_are_told_what_is_missing(service: SystemdBox) -> None:
     users = "u member - -\nm member stratad\nu stranger - -\n"
     service.write("/etc/sysusers.d/test.conf", users)
@@ -210,8 +228,11 @@ def test_members_of_the_group_find_it_and_others_are_told_what_is_missing(servic
     assert doctor.returncode == 0, doctor.stdout
     stranger = ctl(service, "status", user="stranger")
     assert stranger.returncode == 1
-    assert "join group" in stranger.stderr
-    assert "/stratad of /run/stratad" in stranger.stderr
+    assert "`usermod -aG stratad stranger` (from your next login on)" in stranger.stderr
+    assert "to open /run/stratad" in stranger.stderr
+    doctor = ctl(service, "doctor", user="stranger")
+    assert "configuration" not in doctor.stdout
+    assert "service: no daemon to ask" in doctor.stdout
 
 
 def test_a_stop_leaves_no_process_socket_or_segment(service: SystemdBox) -> None:

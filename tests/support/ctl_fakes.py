@@ -241,20 +241,20 @@ class FakeClient:
         self._asked("list", namespace)
         return tuple(image for image in self.images if namespace in ("", image.namespace))
 
-    def show(self, namespace: str, conversation: str) -> ImageDetail:
-        self._asked("show", namespace, conversation)
+    def show(self, namespace: str, conversation: str, *, image_id: int = 0) -> ImageDetail:
+        self._asked("show", namespace, conversation, image_id)
         self._known(namespace, conversation)
         return self.detail
 
-    def drop(self, namespace: str, conversation: str, *, force: bool = False) -> int:
-        self._asked("drop", namespace, conversation, force)
+    def drop(self, namespace: str, conversation: str, *, force: bool = False, image_id: int = 0) -> int:
+        self._asked("drop", namespace, conversation, force, image_id)
         image = self._known(namespace, conversation)
         if image.pinned and not force:
             raise error_for("pinned", "the image is pinned")
         return 1
 
-    def pin(self, namespace: str, conversation: str, *, pinned: bool = True) -> None:
-        self._asked("pin", namespace, conversation, pinned)
+    def pin(self, namespace: str, conversation: str, *, pinned: bool = True, image_id: int = 0) -> None:
+        self._asked("pin", namespace, conversation, pinned, image_id)
         self._known(namespace, conversation)
 
     def clear(self, namespace: str) -> int:

@@ -32,7 +32,8 @@ class DaemonProcess:
         devices: ``cpu:N``.
         settings: further ``section.key`` settings, over `SMALL_SETTINGS`.
         home_mode: of the directory that holds its run and state directories.
-        run_dir_gid: group that is given the run directory (0750) before the start; -1: the daemon makes it.
+        run_dir_gid: group that is given the run directory before the start; -1: the daemon makes it.
+        run_dir_mode: the mode that it then has.
         umask: under which it is started; -1: as it is here.
         uid: user (and group) that it runs as, with `runtime`; None: as we do.
         faults: ``{"cpu:0#1/copy_error": "2"}``: faults of workers (see `workers.faulty`), here only of generation 1.
@@ -49,6 +50,7 @@ class DaemonProcess:
         *,
         home_mode: int = 0o700,
         run_dir_gid: int = -1,
+        run_dir_mode: int = 0o750,
         umask: int = -1,
         uid: int | None = None,
         runtime: Runtime | None = None,
@@ -73,7 +75,7 @@ class DaemonProcess:
         if run_dir_gid >= 0:
             self.run_dir.mkdir()
             os.chown(self.run_dir, -1, run_dir_gid)
-            self.run_dir.chmod(0o750)
+            self.run_dir.chmod(run_dir_mode)
         self._environ = environ or {}
         self._stderr = stderr
         self._process: subprocess.Popen[bytes] | None = None

@@ -13,7 +13,8 @@ import pytest
 import ipc.lifeline
 import ipc.messages
 from ipc.codec import encode
-from ipc.messages import FINGERPRINT_REQUIRED, PROTOCOL_VERSION, Hello, Reply, Request
+from ipc.messages import FINGERPRINT_REQUIRED, PROTOCOL_VERSION, SLOT_LIMIT, Hello, Reply, Request
+from stratad.core.registration import ENGINE_LIMIT
 from stratad.errors import CODES
 from tests.support.samples import decode_as
 
@@ -179,6 +180,10 @@ def test_the_example_of_a_greeting_is_of_this_version() -> None:
 def test_the_numbers_of_the_text_are_those_of_the_code() -> None:
     assert all(f"`{name}`" in chapter("A session") for name in FINGERPRINT_REQUIRED)
     assert f"At most {ipc.lifeline.MAX_STASHED} descriptors are taken in ahead" in TEXT
+    assert f"more than {ENGINE_LIMIT} engines of this client" in chapter("Errors")
+    slots = re.findall(r"^\| `(?:source_|target_)?slot` \| .*$", chapter("Requests"), re.MULTILINE)
+    assert len(slots) == 9
+    assert all(f"0 to {SLOT_LIMIT - 1}" in row for row in slots)
     (tag,) = re.findall(r"packet of tag 1 has the bytes `([0-9a-f]+)`", TEXT)
     assert bytes.fromhex(tag) == (1).to_bytes(8, "little")
 

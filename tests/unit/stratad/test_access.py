@@ -9,7 +9,7 @@ import pytest
 
 from ipc.credentials import Credentials
 from ipc.rundir import GROUP_REACH, OWNER_REACH, Reach
-from stratad.access import Access, AccessError, check_names, resolve_access, run_dir_group
+from stratad.access import Access, AccessError, check_names, resolve_access, run_dir_group, why_auto_is_nobody
 
 OWN = 900
 
@@ -98,10 +98,15 @@ def test_who_does_not_exist(names: tuple[list[str], list[str], list[str]], key: 
     [
         (0o750, 70, True),
         (0o2710, 70, True),
+        (0o751, 70, True),  # others pass, for users who are named one by one
+        (0o2751, 70, True),
+        (0o754, 70, False),
+        (0o753, 70, False),
         (0o755, 70, False),  # made under an ordinary umask: nobody meant this group
         (0o711, 70, False),  # as the daemon makes it
         (0o700, 70, False),
         (0o750, 0, False),
+        (0o755, 0, False),
     ],
 )
 def test_the_group_of_a_run_directory(tmp_path: Path, mode: int, gid: int, counts: bool) -> None:
@@ -115,12 +120,18 @@ def test_the_group_of_a_run_directory(tmp_path: Path, mode: int, gid: int, count
     assert resolve_access([], [], ["auto"], folder).groups == ({gid} if counts else set())
     assert resolve_access([], [], [], folder).groups == set()
     assert resolve_access([], [], ["auto"], tmp_path / "none").groups == set()
+    why = why_auto_is_nobody(["kv", "auto"], folder)
+    assert (why == "") is (counts or gid == 0)
+    assert f"mode {mode:04o}" in why or not why
+    assert why_auto_is_nobody(["kv"], folder) == ""
+    assert why_auto_is_nobody(["auto"], tmp_path / "none") == ""
 
 
 def test_a_run_directory_that_keeps_allowed_users_out(tmp_path: Path) -> None:
     gid = tmp_path.stat().st_gid
     tmp_path.chmod(0o750)
     assert "chmod o+x" in access(users=(3,)).barred_by(tmp_path)
+    assert "RuntimeDirectoryMode=0751" in access(users=(3,)).barred_by(tmp_path)
     assert "chmod o+x" in access(groups=(gid + 1,)).barred_by(tmp_path)
     assert access(groups=(gid,)).barred_by(tmp_path) == ""
     assert access().barred_by(tmp_path) == ""

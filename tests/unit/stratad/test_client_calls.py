@@ -13,6 +13,7 @@ from ipc.codec import encode
 from ipc.link import Link, LinkError
 from ipc.messages import (
     PROTOCOL_VERSION,
+    SLOT_LIMIT,
     Capture,
     Captured,
     Done,
@@ -30,6 +31,11 @@ from ipc.messages import (
     Progress,
     Register,
     Request,
+    Restore,
+    SlotDirect,
+    SlotDrop,
+    SlotFrom,
+    SlotTo,
     StageOutcome,
     Stats,
     Unregister,
@@ -163,6 +169,10 @@ def test_small_calls(tmp_path: Path) -> None:
         assert daemon.expect(Drop).force
         client.pin("tenant", "chat", pinned=False)
         assert not daemon.expect(Pin).pinned
+        assert (daemon.expect(Drop).image_id, daemon.expect(Pin).image_id) == (0, 0)
+        client.drop("tenant", "chat", image_id=4)
+        client.pin("tenant", "chat", image_id=5)
+        assert (daemon.of(Drop)[-1].image_id, daemon.of(Pin)[-1].image_id) == (4, 5)
         assert client.clear("tenant") == 0
         assert client.stats().health == "ok"
         engine.mark(3, "poisoned")
@@ -489,3 +499,25 @@ def test_a_registration_that_comes_too_late_is_undone(tmp_path: Path) -> None:
             wait_until(lambda: client.stats() and daemon.of(Unregister))
             assert daemon.expect(Unregister).engine_id == 1
             assert client.engines == ()
+
+
+@pytest.mark.parametrize("slot", [-1, SLOT_LIMIT])
+def test_a_slot_that_could_not_be_marked_is_not_even_sent(tmp_path: Path, slot: int) -> None:
+    with rig(tmp_path) as (daemon, _, engine, _):
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: engine.capture("chat", [1], range(1), slot=slot),
+            lambda: engine.restore("chat", range(1), slot=slot),
+            lambda: engine.take("chat", range(1), slot=slot),
+            lambda: engine.slot_to(1, range(1), slot=slot),
+            lambda: engine.slot_from(slot, range(1)),
+            lambda: engine.slot_from(0, range(1), slot=slot),
+            lambda: engine.slot_direct(1, range(1), range(1, 2), slot=slot, target_slot=0),
+            lambda: engine.slot_direct(1, range(1), range(1, 2), slot=0, target_slot=slot),
+            lambda: engine.slot_drop(slot),
+            lambda: engine.mark(slot, "poisoned"),
+        )
+        for call in calls:
+            with pytest.raises(UsageError, match=f"0 to {SLOT_LIMIT - 1}") as caught:
+                call()
+            assert caught.value.code == "bad_value"
+        assert not any(daemon.of(kind) for kind in (Capture, Restore, SlotTo, SlotFrom, SlotDirect, SlotDrop, Mark))

@@ -3,6 +3,7 @@
 import fcntl
 import grp
 import os
+import pwd
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from stratad.ctl.doctor_daemon import instance_lock, lock_holder, sockets
 from stratad.ctl.findings import Check, State
 from stratad.ctl.output import CommandError
 from stratad.errors import error_for
+from stratad.paths import SYSTEM_RUN_DIR, SYSTEM_STATE_DIR, PathError, default_run_dir, default_state_dir
 from stratad.permission import barrier
 from tests.support.ctl_fakes import STATS, FakeClient, another_build, with_health
 
@@ -87,9 +89,10 @@ def locked_out(place: Path, mode: int) -> Iterator[None]:
         place.chmod(before)
 
 
-def grp_name(place: Path) -> str:
-    gid = place.stat().st_gid
-    return f"{gid}/{grp.getgrgid(gid).gr_name}"
+def give_away(place: Path) -> None:
+    """Give a place a group that is neither root's nor of who is locked out, where we may."""
+    if os.geteuid() == 0:
+        os.chown(place, -1, next(group.gr_gid for group in grp.getgrall() if group.gr_gid not in (0, NOBODY)))
 
 
 def states(checks: Iterator[Check]) -> dict[str, State]:
@@ -262,6 +265,21 @@ def test_budget_of_the_configuration(target: Target, tmp_path: Path, monkeypatch
     assert doctor_memory.configured_budget_bytes(target, config) == 256 << 20
 
 
+def test_a_run_directory_that_was_found_is_not_missed_in_the_environment() -> None:
+    """As it is where a user asks the service's daemon from a shell without a login session."""
+    for bare in ({}, {"RUNTIME_DIRECTORY": "", "STATE_DIRECTORY": ""}):
+        with pytest.raises(PathError):
+            default_run_dir(bare, 1000)
+        environ = doctor_memory.found_environ(SYSTEM_RUN_DIR, bare)
+        assert default_run_dir(environ, 1000) == SYSTEM_RUN_DIR
+        assert default_state_dir(environ, 1000) == SYSTEM_STATE_DIR
+    given = {"RUNTIME_DIRECTORY": "/run/mine", "STRATAD_RAM_BUDGET_BYTES": "1GiB"}
+    assert doctor_memory.found_environ(SYSTEM_RUN_DIR, given) == {**given, "STATE_DIRECTORY": str(SYSTEM_STATE_DIR)}
+    assert default_state_dir(doctor_memory.found_environ(Path("/run/own"), {"HOME": "/h"}), 1000) == Path(
+        "/h/.local/state/stratad"
+    )
+
+
 def test_a_configuration_that_cannot_be_read_is_a_finding(target: Target, tmp_path: Path) -> None:
     found = states(doctor_memory.memory(target, tmp_path / "none.toml", None))
     assert found["configuration"] is State.FAIL
@@ -280,9 +298,10 @@ def test_a_named_file_is_examined_also_beside_a_running_daemon(target: Target, t
     assert "configuration" not in states(doctor_memory.memory(target, None, STATS))
 
 
-@pytest.mark.parametrize(("mode", "fix"), [(0o050, "join group"), (0o000, "run as user")])
+@pytest.mark.parametrize(("mode", "fix"), [(0o050, "usermod -aG "), (0o000, "run as user")])
 def test_a_run_directory_that_we_may_not_enter(target: Target, mode: int, fix: str) -> None:
     folder = directory_of(target)
+    give_away(folder)
     bound = bind(folder, list(KINDS))
     try:
         with locked_out(folder, mode):
@@ -298,8 +317,12 @@ def test_a_run_directory_that_we_may_not_enter(target: Target, mode: int, fix: s
     assert check.fix.startswith("permission: ")
     assert fix in check.fix
     assert str(folder) in check.fix
-    if fix == "join group":
-        assert f"join group {grp_name(folder)} of {folder}" in check.fix
+    if mode:
+        who = NOBODY if os.geteuid() == 0 else os.geteuid()
+        group = grp.getgrgid(folder.stat().st_gid).gr_name
+        assert f"`usermod -aG {group} {pwd.getpwuid(who).pw_name}` (from your next login on)" in check.fix
+        assert f"if you are named in access.users, to open {folder}" in check.fix
+    assert "README, Who may use the daemon" in check.fix
     assert daemon.state is State.WARN, "that none runs cannot be known"
     assert (caught.value.code, caught.value.fix) == ("not_permitted", check.fix)
     assert str(folder) in caught.value.what
@@ -309,14 +332,28 @@ def test_a_socket_that_we_may_not_write_to(target: Target) -> None:
     folder = directory_of(target)
     folder.chmod(0o755)
     bound = bind(folder, ["life.sock"])
+    give_away(folder / "life.sock")
     try:
         with locked_out(folder / "life.sock", 0o060):
             barred = barrier(folder / "life.sock")
         assert barred is not None
-        assert f"of {folder}/life.sock" in barred.fix
+        assert f"write to {folder}/life.sock" in barred.what
+        assert "usermod -aG " in barred.fix
         assert barrier(folder / "client.sock") is None
     finally:
         bound[0].close()
+
+
+def test_nobody_is_told_to_join_the_group_of_root(target: Target) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a directory to root's group")
+    folder = directory_of(target)
+    os.chown(folder, -1, 0)
+    with locked_out(folder, 0o050):
+        barred = barrier(folder / "life.sock")
+    assert barred is not None
+    assert "usermod" not in barred.fix
+    assert "access.users" in barred.fix
 
 
 def test_headroom_names_what_is_missing(tmp_path: Path) -> None:

@@ -137,6 +137,12 @@ def test_a_daemon_of_another_pid_namespace_has_no_unit_to_be_seen(tmp_path: Path
     assert "cannot be seen" in only(doctor_service.unit(0, tmp_path)).what
 
 
+def test_where_no_daemon_can_be_asked_nobodys_unit_is_told() -> None:
+    assert only(doctor_service.unit(None)).what == "no daemon to ask"
+    with tempfile.TemporaryDirectory(prefix="ctl") as folder:
+        assert doctor_daemon.daemon_pid(Target(Path(folder), "one", 1.0)) is None
+
+
 def test_the_user_examined_is_the_daemons() -> None:
     with tempfile.TemporaryDirectory(prefix="ctl") as folder:
         path = Path(folder) / "one/life.sock"
@@ -148,5 +154,6 @@ def test_the_user_examined_is_the_daemons() -> None:
             life.bind(str(path))
             with _as_somebody_else():
                 life.listen()  # this is when the kernel notes who it is
+            assert doctor_daemon.daemon_pid(target) == os.getpid()
             assert doctor_daemon.owner(target) == (os.getpid(), _SOMEBODY if os.getuid() == 0 else os.getuid())
         assert listener(path, socket.SOCK_SEQPACKET) is None

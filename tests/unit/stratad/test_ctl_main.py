@@ -113,7 +113,19 @@ def test_pin_off_unpins() -> None:
     main(["pin", "tenant", "chat", "--off"], client.connect)
     main(["pin", "tenant", "chat"], client.connect)
     asked = [call for call in client.calls if call[0] == "pin"]
-    assert asked == [("pin", "tenant", "chat", False), ("pin", "tenant", "chat", True)]
+    assert asked == [("pin", "tenant", "chat", False, 0), ("pin", "tenant", "chat", True, 0)]
+
+
+@pytest.mark.parametrize("command", ["show", "pin", "drop"])
+def test_one_of_several_images_is_named_by_its_number(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient()
+    more = ["--force"] if command == "drop" else []
+    assert main([command, "tenant", "chat", "--image", "3", *more], client.connect) == ExitCode.OK
+    assert [call[-1] for call in client.calls if call[0] == command] == [3]
+    for wrong in ("0", "-1", "x", "²", str(2**63)):
+        assert main([command, "tenant", "chat", f"--image={wrong}", *more], client.connect) == ExitCode.USAGE
+        assert "expected the number of an image" in capsys.readouterr().err
+    assert len([call for call in client.calls if call[0] == command]) == 1
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,26 @@ def test_show_counts_restores_in_words(restores: int, text: str) -> None:
     assert any(line.endswith(text) for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        ((), ""),
+        ((5,), "1 of 2 images of this name, each of another fingerprint; --image ID shows 5"),
+        (
+            tuple(range(20, 31)),
+            "1 of 12 images of this name, each of another fingerprint; --image ID shows 20, 21, 22, ",
+        ),
+    ],
+)
+def test_show_says_that_a_name_has_more_images(others: tuple[int, ...], text: str) -> None:
+    client = FakeClient(detail=msgspec.structs.replace(DETAIL, others=others))
+    answer = images.show(client, "tenant", "chat", now_unix_s=1160.0)
+    found = [line for line in answer.lines if " images of this name" in line]
+    assert [line.startswith(text) for line in found] == ([True] if others else [])
+    assert all(line.endswith("27, ...") for line in found if len(others) > 8)
+    assert json.loads(json.dumps(answer.data))["others"] == list(others)
+
+
 def test_counts_are_in_the_answer() -> None:
     assert images.clear(FakeClient(), "tenant").data == {"count": 0}
     assert images.drop(FakeClient(), "tenant", "chat", force=True).data == {"count": 1}
