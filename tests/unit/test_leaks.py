@@ -53,8 +53,10 @@ def test_segments() -> None:
     before = held_now()
     path = Path("/dev/shm") / f"stratad.{fresh_instance()}.cpu_0.0"
     path.touch()
-    assert new_since(before) == [f"segment {path.name}"]
-    path.unlink()
+    try:
+        assert new_since(before) == [f"segment {path.name}"]
+    finally:
+        path.unlink()
 
 
 @pytest.mark.parametrize("instance", ["t1-0", f"breaker{os.getpid()}", f"fixture-{os.getpid()}", "default{fresh}"])
@@ -72,5 +74,7 @@ def test_segments_of_private_daemons() -> None:
     before = held_now()
     path = Path("/dev/shm") / f"stratad.bench{os.getpid()}x999.cpu_0.0"
     path.touch()
-    assert new_since(before) == [f"segment {path.name}"]
-    path.unlink()
+    try:
+        assert new_since(before) == [f"segment {path.name}"]
+    finally:
+        path.unlink()
