@@ -1,5 +1,6 @@
 """Rules that hold for every test."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -23,3 +24,9 @@ def _no_leaks() -> Iterator[None]:
         wait_until(lambda: not new_since(before), timeout_s=2.0)
     except AssertionError:
         pytest.fail(f"the test left behind: {', '.join(new_since(before))}")
+
+
+def pytest_configure() -> None:
+    """A shell's background job has SIGINT ignored, and all its children inherit that: tests that interrupt must not."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

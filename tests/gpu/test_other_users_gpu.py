@@ -84,6 +84,17 @@ def engine_of_other(daemon: DaemonProcess, runtime: Runtime) -> str:
     return shown.stdout.strip()
 
 
+def need_torch(runtime: Runtime) -> None:
+    """Skip where `OTHER` has no torch: the workers of its daemon could not start."""
+    environ = {"PATH": os.environ.get("PATH", ""), "HOME": tempfile.gettempdir(), **runtime.environ}
+    command = [runtime.python, "-P", "-c", "import torch"]
+    shown = subprocess.run(
+        command, cwd="/", env=environ, user=OTHER, group=OTHER, extra_groups=[], capture_output=True, check=False
+    )
+    if shown.returncode:
+        pytest.skip(f"uid {OTHER} has no torch")
+
+
 def test_an_engine_of_another_user_than_roots_daemon() -> None:
     with (
         runtime_for(OTHER) as runtime,
@@ -96,10 +107,11 @@ def test_an_engine_of_another_user_than_roots_daemon() -> None:
 
 def test_an_engine_of_root_and_a_daemon_of_another_user() -> None:
     environ = {"HOME": tempfile.gettempdir()}
-    with (
-        runtime_for(OTHER) as runtime,
-        DaemonProcess("cuda:all", SETTINGS, home_mode=0o711, uid=OTHER, runtime=runtime, environ=environ) as daemon,
-        daemon.client(60.0) as client,
-    ):
-        assert park_and_return(client, "roots") == ["host"]
-        assert engine_of_other(daemon, runtime) == "True ['event']"
+    with runtime_for(OTHER) as runtime:
+        need_torch(runtime)
+        with (
+            DaemonProcess("cuda:all", SETTINGS, home_mode=0o711, uid=OTHER, runtime=runtime, environ=environ) as daemon,
+            daemon.client(60.0) as client,
+        ):
+            assert park_and_return(client, "roots") == ["host"]
+            assert engine_of_other(daemon, runtime) == "True ['event']"

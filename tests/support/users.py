@@ -151,9 +151,11 @@ def runtime_for(uid: int, *, copy: bool = False) -> Iterator[Runtime]:
 
 
 def _first_that_works(uid: int, folder: Path) -> Runtime:
-    """The base interpreter, another one of the same version, or a copy of the base interpreter in `folder`."""
+    """This interpreter (in a venv: with its packages), its base, another one of the same version, or a copy of the base in
+    `folder`.
+    """
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    tried = [os.path.realpath(sys.executable), f"/usr/bin/{name}", f"/usr/local/bin/{name}"]
+    tried = [sys.executable, os.path.realpath(sys.executable), f"/usr/bin/{name}", f"/usr/local/bin/{name}"]
     for python in tried:
         runtime = _runtime(python, folder)
         if _works(uid, runtime):
