@@ -151,8 +151,8 @@ def runtime_for(uid: int, *, copy: bool = False) -> Iterator[Runtime]:
 
 
 def _first_that_works(uid: int, folder: Path) -> Runtime:
-    """This interpreter (in a venv: with its packages), its base, another one of the same version, or a copy of the base in
-    `folder`.
+    """This interpreter (in a venv: with its packages), its base, another one of the same version, or a copy of the base
+    in `folder`.
     """
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     tried = [sys.executable, os.path.realpath(sys.executable), f"/usr/bin/{name}", f"/usr/local/bin/{name}"]
