@@ -337,6 +337,20 @@ def _in_stride(first: Plane, plane: Plane) -> bool:
     )
 
 
+def interned(layouts: Sequence[StageLayout]) -> tuple[StageLayout, ...]:
+    """The same layouts, equal ones as one object: most engines have one or two kinds of stages, and what an operation
+    asks of a layout can then be asked once a kind.
+    """
+    kinds: list[StageLayout] = []
+    found: list[StageLayout] = []
+    for layout in layouts:
+        known = next((kind for kind in kinds if kind == layout), None)
+        if known is None:
+            kinds.append(known := layout)
+        found.append(known)
+    return tuple(found)
+
+
 def one_group(planes: Iterable[Plane]) -> tuple[RowGroup, ...]:
     """The groups of a stage all of whose planes are addressed by the same rows, without a window."""
     return (RowGroup(tuple(planes)),)

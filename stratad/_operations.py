@@ -23,7 +23,7 @@ from ipc.messages import (
     SlotFrom,
     SlotTo,
 )
-from shm.layout import StageLayout
+from shm.layout import StageLayout, interned
 from shm.rows import RowRuns, pack_numbers
 from stratad._arguments import U32_LIMIT, TokensLike, pack_tokens
 from stratad._calls import Call
@@ -72,7 +72,7 @@ class Operations:
         self._client = client
         self._pump = client.pump
         self._registration: Final = registration
-        self._layouts = layouts
+        self._layouts = interned(layouts)
         self._fences = fences
 
     def capture(

@@ -102,6 +102,9 @@ def stage_rows(
     parsed = [_parse_groups(entry) for entry in entries]
     once = len(parsed) == 1
     state_runs = runs_of(slots)
+    # Of stages that are one object, as equal ones are in an engine, and are given one entry, one speaks for all.
+    if once and all(layout is layouts[0] for layout in layouts):
+        layouts = layouts[:1]
     shapes = {(layout.spaces, len(layout.groups)) for layout in layouts}
     made: list[StageRows] = []
     for stage, layout in enumerate(layouts):

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ipc.messages import Reply, Stage, WorkerProcess, WorkerReady
-from shm.layout import StageLayout
+from shm.layout import StageLayout, interned
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog, Image, Scope
 from stratad.core.effects import Effect, LogLine, ReplyTo
@@ -164,16 +164,10 @@ class Engine:
     token_unit: int = field(init=False)  # images hold a multiple of so many tokens
 
     def __post_init__(self) -> None:
-        kinds: list[StageLayout] = []
-        layouts: list[StageLayout] = []
-        for stage in self.stages:
-            layout = next((kind for kind in kinds if kind == stage.stage.layout), None)
-            if layout is None:
-                kinds.append(layout := stage.stage.layout)
-            layouts.append(layout)
-        self.layouts, self.kinds = tuple(layouts), tuple(kinds)
-        self.has_state = any(layout.states for layout in kinds)
-        self.token_unit = math.lcm(*(layout.token_unit for layout in kinds))
+        self.layouts = interned([stage.stage.layout for stage in self.stages])
+        self.kinds = tuple({id(layout): layout for layout in self.layouts}.values())
+        self.has_state = any(layout.states for layout in self.kinds)
+        self.token_unit = math.lcm(*(layout.token_unit for layout in self.kinds))
 
 
 @dataclass(slots=True, eq=False)
