@@ -546,6 +546,24 @@ class Catalog:
                 self._unindex(image)
         return flagged
 
+    def lies_in(self, image: Image, worker: str, shuttle: int) -> bool:
+        """Whether any byte of an image is in that shuttle."""
+        return any(
+            chunk.key.worker == worker and any(extent.shuttle == shuttle for extent in chunk.place.extents)
+            for chunk in image.chunks()
+        )
+
+    def drop_in(self, worker: str, shuttle: int) -> list[Image]:
+        """Drop every image, transit images too, that has bytes in a shuttle; returns them."""
+        every = (*self.images.values(), *self.transits.values())
+        found = [image for image in every if self.lies_in(image, worker, shuttle)]
+        for image in found:
+            if image.image_id in self.transits:
+                self.drop_transit(image)
+            else:
+                self.drop(image)
+        return found
+
     def exclusive_bytes(self, image: Image) -> int:
         """Bytes of granules that only this image holds."""
         counts: dict[Chunk, int] = {}

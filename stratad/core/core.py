@@ -26,7 +26,7 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
-from stratad.core import arenas, jobs, memory, queue, registration, service
+from stratad.core import arenas, jobs, losses, memory, queue, registration, service
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
@@ -67,6 +67,7 @@ class Core:
                 state.out.append(SpawnWorker(worker.name, worker.generation))
             elif worker.state is WorkerState.STARTING and worker.born_s + state.settings.boot_s <= state.now_s:
                 arenas.kill(state, worker, "worker_hung", f"not ready after {state.settings.boot_s} s")
+            arenas.try_again(state, worker)
         jobs.check_deadlines(state)
         queue.expire(state)
         registration.expire(state)
@@ -96,6 +97,8 @@ class Core:
                 due.append(worker.born_s + state.settings.boot_s)
             elif worker.state is WorkerState.READY:
                 due.extend(jobs.due_s(worker, op, op.stages[stage]) for op, stage in worker.jobs.values())
+                if worker.grow_failed and worker.making is None:
+                    due.append(worker.grow_again_s)
         due.extend(op.deadline_s for op in state.waiting.values())
         due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
         due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
@@ -199,7 +202,7 @@ class Core:
             case ShuttleReady():
                 arenas.shuttle_ready(state, worker, report)
             case ShuttleFailed():
-                arenas.shuttle_failed(state, worker, report)
+                losses.shuttle_failed(state, worker, report)
             case PoolOpened():
                 registration.pool_opened(state, report.pool)
             case PoolFailed():

@@ -261,7 +261,7 @@ def _go_on(state: State, op: Operation) -> None:
             pending = pending or run
         elif run.outcome is not None and run.outcome.state == "failed":
             failed = True
-    if pending is not None and (op.cancelled or failed):
+    if pending is not None and (op.cancelled or failed or op.lost):
         _skip_pending(op)
     elif pending is not None and running is None:
         _send(state, op, pending)
@@ -279,6 +279,8 @@ def _finish(state: State, op: Operation) -> None:
     engine = state.engines.get(op.engine_id)
     if failed is not None:
         fail(state, op, failed.code, failed.message, stage=failed.stage)
+    elif op.lost is not None:
+        fail(state, op, *op.lost)
     elif any(run.state is StageState.UNTOUCHED for run in op.stages):
         fail(state, op, "cancelled", "the operation was cancelled")
     elif op.image is not None:

@@ -116,6 +116,8 @@ def _obstacle(state: State, op: Operation, engine: Engine) -> str:
         op.count_shuttles()
     for name, needed in op.shuttles.items():
         worker = state.workers[name]
+        if lost := needed - worker.sizes.keys():
+            raise Refusal("damaged", f"shuttle {min(lost)} of {name} is lost, and what lay in it")
         if not needed <= worker.mapped:
             arenas.tend(state, worker, needed)
             return f"shuttles of {worker.name}"

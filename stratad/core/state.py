@@ -48,6 +48,7 @@ class Settings:
     job_floor_s: float
     link_floor_bytes_per_s: float
     restarts: RestartPolicy
+    grow_again_s: float = 10.0  # between tries to make a shuttle for which something was missing
     memory: MemorySettings = field(default_factory=MemorySettings)
     admins: frozenset[int] = frozenset()
     shown: tuple[tuple[str, str], ...] = ()
@@ -89,6 +90,8 @@ class Worker:
     mapped: set[int] = field(default_factory=set)
     locked: set[int] = field(default_factory=set)
     making: int | None = None
+    retired: set[int] = field(default_factory=set)  # numbers that no new shuttle may have
+    skipped: int = 0  # names in a row that somebody else had taken
     grow_failed: str = ""
     grow_again_s: float = 0.0
     jobs: dict[int, tuple[Operation, int]] = field(default_factory=dict)
@@ -103,9 +106,18 @@ class Worker:
         """Whether it takes jobs now."""
         return self.state is WorkerState.READY
 
+    @property
+    def next_index(self) -> int:
+        """The number of the next new shuttle."""
+        return max(self.sizes.keys() | self.retired, default=-1) + 1
+
+    def runs_short(self, now_s: float) -> bool:
+        """Whether something that a shuttle needs was missing a moment ago."""
+        return bool(self.grow_failed) and now_s < self.grow_again_s
+
     def can_grow(self, settings: Settings, now_s: float) -> bool:
         """Whether another shuttle is on its way or allowed."""
-        if self.state in (WorkerState.FAILED, WorkerState.STOPPED) or (self.grow_failed and now_s < self.grow_again_s):
+        if self.state in (WorkerState.FAILED, WorkerState.STOPPED) or self.runs_short(now_s):
             return False
         return self.making is not None or sum(self.sizes.values()) + settings.shuttle_bytes <= settings.arena_bytes
 
