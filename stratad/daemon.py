@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import shutil
+import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,9 +27,10 @@ from stratad.core.core import Core
 from stratad.core.memory_tracks import MemorySettings
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
+from stratad.ctl.connection import listener, listens
 from stratad.keys import load_digest_key
 from stratad.links import Endpoints
-from stratad.lock import InstanceLock
+from stratad.lock import InstanceLock, InstanceLocked
 from stratad.notify import Notifier
 from stratad.open_files import raise_open_files
 from stratad.paths import SocketPaths, socket_paths
@@ -58,11 +60,12 @@ def run(config: Config, notifier: Notifier) -> int:
     with ExitStack() as stack:
         lock = InstanceLock.take(config.daemon.instance)
         stack.callback(lambda: lock.release(unlink=True))
+        paths = socket_paths(Path(config.daemon.run_dir), config.daemon.instance)
+        _refuse_served(config.daemon.instance, paths)
         notifier.starting("looking for segments of an earlier daemon", START_STEP_S)
         removed = remove_segments(config.daemon.instance)
         if removed:
             log.warning("removed segments of an earlier daemon", extra=fields(count=len(removed)))
-        paths = socket_paths(Path(config.daemon.run_dir), config.daemon.instance)
         key = load_digest_key(Path(config.daemon.state_dir))
         raise_open_files(config.limits.max_clients)
         notifier.starting("finding devices", START_STEP_S)
@@ -101,6 +104,17 @@ def run(config: Config, notifier: Notifier) -> int:
         remove_segments(config.daemon.instance)
         log.info("stopped")
     return 0
+
+
+def _refuse_served(instance: str, paths: SocketPaths) -> None:
+    """Whoever cleans up /dev/shm may take the lock's file away from under a daemon that serves on.
+
+    Raises:
+        InstanceLocked: somebody listens at this instance's sockets.
+    """
+    if listens(paths.life, socket.SOCK_SEQPACKET):
+        pid, _ = listener(paths.life, socket.SOCK_SEQPACKET) or ("?", -1)
+        raise InstanceLocked(f"instance {instance!r} is served by another daemon (pid {pid}), which has lost its lock")
 
 
 def _access(config: Config) -> Access:
@@ -155,8 +169,10 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
     if budget_bytes == "auto":
         headroom = memory_headroom()
         free_bytes = shutil.disk_usage(MOUNT).free
-        budget_bytes = int(min(headroom.free_bytes, free_bytes) * AUTO_SHARE)
-        source = f"a quarter of the least of {headroom.limited_by} and {MOUNT}"
+        bound = headroom.limited_by if headroom.free_bytes <= free_bytes else str(MOUNT)
+        least_bytes = min(headroom.free_bytes, free_bytes)
+        budget_bytes = int(least_bytes * AUTO_SHARE)
+        source = f"a quarter of the {least_bytes} bytes free under {bound}"
         log.info("memory budget", extra=fields(budget_bytes=budget_bytes, source=source))
     else:
         _warn_of_budget(budget_bytes)
@@ -164,7 +180,7 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
     shuttle_bytes = min(config.ram.shuttle_bytes, arena_bytes // GRANULE_BYTES * GRANULE_BYTES)
     if shuttle_bytes < LEAST_SHUTTLE_BYTES:
         raise ValueError(
-            f"ram.budget_bytes = {budget_bytes} leaves {arena_bytes} bytes to each of {len(devices)} devices, "
+            f"ram.budget_bytes = {budget_bytes} ({source}) leaves {arena_bytes} bytes to each of {len(devices)} devices, "
             f"a shuttle needs at least {LEAST_SHUTTLE_BYTES}"
         )
     if shuttle_bytes < config.ram.shuttle_bytes:

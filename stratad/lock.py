@@ -1,7 +1,9 @@
 """The instance lock: one daemon an instance on one /dev/shm."""
 
+import contextlib
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 from shm.shuttle import MOUNT
@@ -27,14 +29,14 @@ class InstanceLock:
         """Take the lock.
 
         Raises:
-            InstanceLocked: another daemon has it, or it belongs to another user.
+            InstanceLocked: another daemon has it, or what is there is no lock of this user.
             OSError: the file cannot be made.
         """
         path = Path(MOUNT) / f"stratad.{instance}.lock"
         while True:
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            except PermissionError:
+            except OSError:
                 _refuse_foreign(path, instance)
                 raise
             try:
@@ -47,7 +49,8 @@ class InstanceLock:
                 if _same_file(descriptor, path):
                     os.fchmod(descriptor, 0o600)
                     os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                    with contextlib.suppress(OSError):  # it is only shown, and room may come with the next step
+                        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
                     return cls(path, descriptor)
             except BaseException:
                 os.close(descriptor)
@@ -74,10 +77,14 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 def _refuse_foreign(path: Path, instance: str) -> None:
     try:
-        owner = path.lstat().st_uid
+        status = path.lstat()
     except FileNotFoundError:
         return
+    owner = status.st_uid
     if owner != os.geteuid():
         raise InstanceLocked(
             f"instance {instance!r} belongs to uid {owner}, this is uid {os.geteuid()}: choose another with --instance"
         )
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        # What is behind such a name is not ours to lock, to empty and to remove.
+        raise InstanceLocked(f"{path} is no plain file with one name: remove it, or choose another with --instance")

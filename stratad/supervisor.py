@@ -31,8 +31,9 @@ from ipc.messages import (
     WorkerSpec,
 )
 from ipc.server import FLUSH_S, Incoming, Sent
+from shm.headroom import oom_kills
+from shm.janitor import remove_segment
 from shm.process import start_ticks
-from shm.shuttle import unlink
 from stratad import ledger
 from stratad.access import Access
 from stratad.core.core import Core
@@ -105,6 +106,7 @@ class Supervisor:
         self._epoll = select.epoll()  # all plain descriptors, so that the poller has three entries and not one for each
         self._handlers: dict[int, Callable[[], None]] = {}
         self._now = Instant(0.0, 0.0)
+        self._oom_kills = 0
         self._signals: socket.socket | None = None
         self._wakeup: socket.socket | None = None
 
@@ -113,6 +115,7 @@ class Supervisor:
     def run(self) -> None:
         """Serve until a signal asks to stop and every worker has ended."""
         self._catch_signals()
+        self._oom_kills = oom_kills()
         self._poller.register(self._clients.socket, zmq.POLLIN)
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._poller.register(self._epoll.fileno(), zmq.POLLIN)
@@ -201,6 +204,8 @@ class Supervisor:
     def _on_signal(self) -> None:
         assert self._signals is not None
         numbers = set(self._signals.recv(4096))
+        if signal.SIGCHLD in numbers:  # as subreaper, or as process 1, we inherit what others leave behind
+            self._processes.reap_orphans()
         if numbers & {signal.SIGTERM, signal.SIGINT}:
             if self._core.state.stopping:
                 log.info("second signal to stop: already stopping")
@@ -271,7 +276,14 @@ class Supervisor:
         for proc, reason in gone:
             self._unwatch(proc.pidfd)
             os.close(proc.pidfd)
-            self._worker_ended(proc.worker, proc.generation, reason)
+            self._worker_ended(proc.worker, proc.generation, reason + self._killed_for_memory(proc.status))
+
+    def _killed_for_memory(self, status: int | None) -> str:
+        """What the cgroup says of a SIGKILL: the kernel's own leave no other trace."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        if status != -signal.SIGKILL or self._oom_kills <= before:
+            return ""
+        return f", and the cgroup's count of kills for lack of memory rose from {before} to {self._oom_kills}"
 
     def _worker_ended(self, worker: str, generation: int, reason: str) -> None:
         link = self._worker_links.get(worker)
@@ -471,7 +483,7 @@ class Supervisor:
                 case KillWorker():
                     self._kill(effect)
                 case UnlinkSegment():
-                    unlink(effect.segment)
+                    remove_segment(effect.segment)
                 case SampleMemory():
                     self._sample_memory(effect)
                 case DropClient():
