@@ -224,8 +224,7 @@ def _not_opened(segment: str, what: str, exc: Exception) -> ShuttleError:
     if number in _FULL:
         return ShuttleError(ShuttleFault.NO_SPACE, f"{text} ({MOUNT} has no room for another file)")
     if number in _PASSING:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return ShuttleError(ShuttleFault.UNAVAILABLE, f"{text} (this process may have {limit} files open)")
+        return ShuttleError(ShuttleFault.UNAVAILABLE, f"{text} (this process may have {_open_files()} files open)")
     return ShuttleError(ShuttleFault.REFUSED, text)
 
 
@@ -316,6 +315,10 @@ def _map(descriptor: int, shuttle_bytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, shuttle_bytes)
     except OSError as exc:
-        # The segment is good; this process has no room for it now (address space, number of mappings).
-        text = f"{shuttle_bytes} bytes cannot be mapped: {exc.strerror}"
+        # The segment is good; this process has no room for it now (address space, mappings, a descriptor).
+        text = f"{shuttle_bytes} bytes cannot be mapped: {exc.strerror} (this process may have {_open_files()} files open)"
         raise ShuttleError(ShuttleFault.UNAVAILABLE, text) from exc
+
+
+def _open_files() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -46,7 +46,7 @@ def main() -> int:
 def _fill_standard_descriptors() -> None:
     """Descriptors 0 to 2 that are closed lead nowhere: else the next socket would be one of them, and be logged to."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(opened, True)  # the template and its workers need them as well
     os.close(opened)
 
 
