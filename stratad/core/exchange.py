@@ -25,8 +25,8 @@ from ipc.messages import (
 )
 from shm.rows import row_count, unpack_rows
 from stratad.core import jobs, queue
-from stratad.core.catalog import Chunk, Draft, Image
 from stratad.core.failures import Refusal
+from stratad.core.images import Chunk, Draft, Image
 from stratad.core.intake import CHUNK_LIMIT, check_name, engine_of, find_image
 from stratad.core.ops import Operation, OpKind, OpState, StageRun
 from stratad.core.puts import Get, Part, Piece, Put

@@ -24,8 +24,8 @@ from ipc.messages import (
 from shm.extent import pack_places
 from shm.rows import pack_numbers
 from stratad.core import arenas
-from stratad.core.catalog import StageDigests, StoredPiece
 from stratad.core.effects import SendTo
+from stratad.core.images import StageDigests, StoredPiece
 from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
 from stratad.core.puts import Piece
 from stratad.core.state import State, Worker, WorkerState

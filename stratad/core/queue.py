@@ -2,8 +2,8 @@
 
 from ipc.messages import Progress
 from stratad.core import arenas, jobs
-from stratad.core.catalog import Draft, needed_granules
 from stratad.core.failures import Refusal
+from stratad.core.images import Draft, needed_granules
 from stratad.core.intake import raise_fences
 from stratad.core.ops import Operation, OpKind, OpState
 from stratad.core.state import Engine, PoolState, State, WorkerState

@@ -41,9 +41,9 @@ from ipc.messages import (
     Welcome,
 )
 from stratad.core import exchange, jobs, memory, memory_view, queue, registration, views
-from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
+from stratad.core.images import Image
 from stratad.core.intake import check_slot_number, engine_of, operation_of
 from stratad.core.ops import OpState
 from stratad.core.state import ClientRecord, State, StatsRequest

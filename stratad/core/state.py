@@ -8,9 +8,10 @@ from typing import NamedTuple
 from ipc.messages import Reply, Stage, WorkerProcess, WorkerReady
 from shm.layout import StageLayout, interned
 from stratad.core.arena import Arena
-from stratad.core.catalog import Catalog, Image, Scope
+from stratad.core.catalog import Catalog
 from stratad.core.effects import Effect, LogLine, ReplyTo
 from stratad.core.fences import RowFences
+from stratad.core.images import Image, Scope
 from stratad.core.memory_tracks import MemorySettings, MemoryState
 from stratad.core.ops import Operation
 from stratad.core.puts import Get, Put
