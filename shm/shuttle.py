@@ -33,7 +33,7 @@ MARGIN_BYTES: Final = 64 * 1024 * 1024
 _MODE: Final = 0o600
 # So many makers may reserve a step at the same time without asking one another; nearer to a limit they take turns.
 _MAKERS: Final = 64
-_BLOCK_BYTES: Final = 512  # st_blocks counts in these
+BLOCK_BYTES: Final = 512  # st_blocks counts in these
 _FULL: Final = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 # The process or the host lacks something for now; posix_ipc gives no number where descriptors have run out.
 _PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, None)
@@ -305,8 +305,8 @@ def _check_identity(descriptor: int, header: ShuttleHeader) -> None:
         problem = f"its header says {found}, expected {header}"
     elif status.st_size != header.shuttle_bytes:
         problem = f"it has {status.st_size} bytes, expected {header.shuttle_bytes}"
-    elif status.st_blocks * _BLOCK_BYTES < header.shuttle_bytes:
-        problem = f"only {status.st_blocks * _BLOCK_BYTES} of {header.shuttle_bytes} bytes are reserved"
+    elif status.st_blocks * BLOCK_BYTES < header.shuttle_bytes:
+        problem = f"only {status.st_blocks * BLOCK_BYTES} of {header.shuttle_bytes} bytes are reserved"
     if problem:
         raise ShuttleError(ShuttleFault.REFUSED, f"the segment {header.segment} is refused: {problem}")
 

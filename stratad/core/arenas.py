@@ -91,9 +91,3 @@ def drop_half_made(state: State, worker: Worker) -> None:
     if worker.making is not None and worker.making not in worker.sizes:
         state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, worker.making)))
     worker.making = None
-
-
-def unlink_all(state: State, worker: Worker) -> None:
-    """Remove the names of all shuttles (at a clean stop)."""
-    for segment in worker.segments.values():
-        state.out.append(UnlinkSegment(segment))

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from ipc.messages import ShuttleFailed
 from shm.extent import ChunkPlace
-from stratad.core import arenas, exchange, jobs
-from stratad.core.catalog import Staged
+from stratad.core import arenas, exchange, jobs, journaling
 from stratad.core.effects import UnlinkSegment
+from stratad.core.images import Image, Staged
 from stratad.core.ops import Operation, OpState, StageState
 from stratad.core.state import State, Worker
 
@@ -57,7 +57,8 @@ def lose_shuttle(state: State, worker: Worker, index: int, why: str) -> None:
         for slot, image in list(engine.transits.items()):
             if state.catalog.lies_in(image, worker.name, index):
                 del engine.transits[slot]
-    images = state.catalog.drop_in(worker.name, index)
+                state.catalog.drop_transit(image)
+    images = [i for i in state.catalog.images.values() if state.catalog.lies_in(i, worker.name, index)]
     segment = worker.segments.pop(index)
     del worker.sizes[index]
     worker.retired.add(index)
@@ -67,7 +68,16 @@ def lose_shuttle(state: State, worker: Worker, index: int, why: str) -> None:
     state.log("error", "shuttle lost, its images are dropped", worker=worker.name, images=len(images), why=cause)
     for op in list(state.ops.values()):
         _end(state, op, worker, index, cause)
+    if images:
+        journaling.drop(state, images, lambda _: None, lambda state, _: _drop(state, images))
     state.out.append(UnlinkSegment(segment))  # where it is ours but not as it should be, its memory goes back
+
+
+def _drop(state: State, images: Iterable[Image]) -> None:
+    """Without a record of it: the next daemon, too, will find that the segment is gone."""
+    for image in images:
+        if image.image_id in state.catalog.images:
+            state.catalog.drop(image)
 
 
 def _end(state: State, op: Operation, worker: Worker, index: int, cause: str) -> None:

@@ -12,7 +12,7 @@ from ipc.messages import (
 )
 from shm.extent import GRANULE_BYTES, pack_places
 from stratad.core import memory_view
-from stratad.core.catalog import Image
+from stratad.core.images import Image
 from stratad.core.ops import RUNNING
 from stratad.core.state import Engine, State, Worker, WorkerState
 
@@ -119,8 +119,9 @@ def engine_info(state: State, engine: Engine) -> EngineInfo:
 
 
 def health(state: State) -> str:
-    """``ok``: every worker serves; ``degraded``: some do; ``starting``: none does yet; ``failed``: none does."""
-    serving = [worker.state is WorkerState.READY and not worker.grow_failed for worker in state.workers.values()]
+    """``ok``: every worker serves and what is captured can be recorded; ``degraded``: some do; ``starting``: none does yet; ``failed``: none does."""
+    serving = [not state.journal_error]
+    serving += [worker.state is WorkerState.READY and not worker.grow_failed for worker in state.workers.values()]
     if all(serving):
         return "ok"
     if any(worker.can_serve for worker in state.workers.values()):
@@ -185,6 +186,6 @@ def stats(state: State, seq: int, client: int, visible: frozenset[str]) -> Stats
         sum(arena.free_granules for arena in catalog.arenas.values()) * GRANULE_BYTES,
         (),
         counters,
-        dict(state.settings.shown),
+        dict(state.settings.shown) | ({"journal.error": state.journal_error} if state.journal_error else {}),
         memory_view.warnings(state),
     )

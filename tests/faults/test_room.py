@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stratad.client import Client
-from stratad.errors import NoSpace
+from stratad.errors import Busy, NoSpace
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import FakeEngine, slot_layout
 from tests.support.namespaces import MIB, MemoryCgroup, SmallShm, memory_cgroup
@@ -46,8 +46,10 @@ def test_a_full_dev_shm_is_told_with_numbers_and_its_end_is_noticed() -> None:
                 client = stack.enter_context(daemon.client())
                 engine = stack.enter_context(FakeEngine(client, (LAYOUT,)))
                 settled(client, "degraded")
-                with pytest.raises(NoSpace, match=r"a shuttle needs 4194304 bytes, 0 are free under /dev/shm"):
+                assert "a shuttle needs 4194304 bytes, 0 are free under /dev/shm" in client.stats().workers[0].detail
+                with pytest.raises(Busy, match=r"the journal cannot be written: .* 0 are free under /dev/shm"):
                     engine.capture("small", small, small)
+                assert "0 are free" in client.stats().settings["journal.error"]
                 assert daemon.segments() == [f"stratad.{daemon.instance}.lock"]
                 again = subprocess.run(daemon.command(), capture_output=True, timeout=20, check=False)
                 assert (again.returncode, b"is served by another daemon" in again.stderr) == (3, True)
@@ -71,17 +73,21 @@ def test_a_full_dev_shm_is_told_with_numbers_and_its_end_is_noticed() -> None:
 
 
 def test_ten_kills_and_starts_leave_the_use_of_dev_shm_flat() -> None:
-    """The leftover of a killed daemon is removed, or adopted, before anything new is made: both fit, both at once do
-    not.
+    """The leftover of a killed daemon is taken over, not made once more beside it. There is room for the journal (2 MiB)
+    twice, since the next daemon begins a new one, and for no further shuttle.
     """
-    budget_bytes, overhead_bytes = 16 * MIB, 2 * MIB
+    budget_bytes, overhead_bytes = 16 * MIB, 4 * MIB + 64 * 1024
     settings = {**SETTINGS, "ram.budget_bytes": str(budget_bytes), "ram.prefault": "true"}
     with SmallShm.make(budget_bytes * 13 // 10) as shm:
         daemon = DaemonProcess("cpu:1", settings, prefix=shm.prefix, shm=shm.folder)
+        expected: list[list[bytes]] = []
         try:
             for number in range(10):
                 with daemon.start().client() as client, FakeEngine(client, (LAYOUT,), seed=number) as engine:
-                    wait_until(lambda c=client: c.stats().workers[0].shuttles == 4, what="the whole arena")  # type: ignore[misc]
+                    wait_until(lambda c=client: c.stats().workers[0].mapped == 4, what="the whole arena")  # type: ignore[misc]
+                    if expected:
+                        check_restores(engine, "a", expected, range(300))
+                    engine.fill()
                     expected = engine.contents(range(300), 300)
                     engine.capture("a", range(300), range(300))
                     check_restores(engine, "a", expected, range(300))
