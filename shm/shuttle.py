@@ -316,7 +316,9 @@ def _map(descriptor: int, shuttle_bytes: int) -> mmap.mmap:
         return mmap.mmap(descriptor, shuttle_bytes)
     except OSError as exc:
         # The segment is good; this process has no room for it now (address space, mappings, a descriptor).
-        text = f"{shuttle_bytes} bytes cannot be mapped: {exc.strerror} (this process may have {_open_files()} files open)"
+        text = (
+            f"{shuttle_bytes} bytes cannot be mapped: {exc.strerror} (this process may have {_open_files()} files open)"
+        )
         raise ShuttleError(ShuttleFault.UNAVAILABLE, text) from exc
 
 

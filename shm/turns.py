@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 # A step of another maker takes some tens of milliseconds; one that takes longer is stopped, or its host is.
-_WAIT_S: Final = 2.0
+_WAIT_S: Final = 1.0
 _PAUSE_S: Final = 0.002
 _AT: Final = 1
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ipc.lifeline import LifelineServer
+from ipc.listening import listener, listens
 from ipc.logs import fields
 from ipc.messages import WorkerSpec
 from ipc.rundir import OWNER_REACH, open_directory, prepare_directory
@@ -31,7 +32,6 @@ from stratad.core.memory_tracks import MemorySettings
 from stratad.core.records import replay
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
-from stratad.ctl.connection import listener, listens
 from stratad.journal import Journal, JournalError, journal_path, read_journal, remove_journal
 from stratad.keys import load_digest_key
 from stratad.links import Endpoints
@@ -95,6 +95,7 @@ def run(config: Config, notifier: Notifier) -> int:
             {d.worker: _spec(config, paths, key, d) for d in devices},
             access,
             journal=journal,
+            lock=lock,
             stop_s=config.deadlines.stop_s,
             notifier=notifier,
         )
@@ -218,8 +219,8 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
     shuttle_bytes = min(config.ram.shuttle_bytes, arena_bytes // GRANULE_BYTES * GRANULE_BYTES)
     if shuttle_bytes < LEAST_SHUTTLE_BYTES:
         raise ValueError(
-            f"ram.budget_bytes = {budget_bytes} ({source}) leaves {arena_bytes} bytes to each of {len(devices)} devices, "
-            f"a shuttle needs at least {LEAST_SHUTTLE_BYTES}"
+            f"ram.budget_bytes = {budget_bytes} ({source}) leaves {arena_bytes} bytes to each of {len(devices)} "
+            f"devices, a shuttle needs at least {LEAST_SHUTTLE_BYTES}"
         )
     if shuttle_bytes < config.ram.shuttle_bytes:
         log.warning(

@@ -20,7 +20,8 @@ class InstanceLock:
     never trusted.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, instance: str, path: Path, descriptor: int) -> None:
+        self.instance = instance
         self.path = path
         self._descriptor = descriptor
 
@@ -32,30 +33,20 @@ class InstanceLock:
             InstanceLocked: another daemon has it, or what is there is no lock of this user.
             OSError: the file cannot be made.
         """
-        path = Path(MOUNT) / f"stratad.{instance}.lock"
-        while True:
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            except OSError:
-                _refuse_foreign(path, instance)
-                raise
-            try:
-                _refuse_foreign(path, instance)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "?"
-                    raise InstanceLocked(f"instance {instance!r} is served by another daemon (pid {holder})") from None
-                if _same_file(descriptor, path):
-                    os.fchmod(descriptor, 0o600)
-                    os.ftruncate(descriptor, 0)
-                    with contextlib.suppress(OSError):  # it is only shown, and room may come with the next step
-                        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-                    return cls(path, descriptor)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)  # it was unlinked between open and flock: lock the new one
+        return cls(instance, *_take(instance))
+
+    def renew(self) -> None:
+        """Lock a new file where somebody removed the one that is locked: else the next daemon would take this one's
+        segments for a dead one's.
+
+        Raises:
+            InstanceLocked, OSError: as in `take`; the lock on the removed file stays.
+        """
+        if self._descriptor < 0 or _same_file(self._descriptor, self.path):
+            return
+        _, descriptor = _take(self.instance)
+        os.close(self._descriptor)
+        self._descriptor = descriptor
 
     def release(self, *, unlink: bool) -> None:
         """Let go; with `unlink` (a clean stop) the file goes too, under the lock."""
@@ -65,6 +56,34 @@ class InstanceLock:
             self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = -1
+
+
+def _take(instance: str) -> tuple[Path, int]:
+    """The lock's file and the descriptor that holds it; raises as `InstanceLock.take`."""
+    path = Path(MOUNT) / f"stratad.{instance}.lock"
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError:
+            _refuse_foreign(path, instance)
+            raise
+        try:
+            _refuse_foreign(path, instance)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "?"
+                raise InstanceLocked(f"instance {instance!r} is served by another daemon (pid {holder})") from None
+            if _same_file(descriptor, path):
+                os.fchmod(descriptor, 0o600)
+                os.ftruncate(descriptor, 0)
+                with contextlib.suppress(OSError):  # it is only shown, and room may come with the next step
+                    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                return path, descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # it was unlinked between open and flock: lock the new one
 
 
 def _same_file(descriptor: int, path: Path) -> bool:

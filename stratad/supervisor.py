@@ -61,6 +61,7 @@ from stratad.core.views import status_line
 from stratad.descriptors import WorkerChannel
 from stratad.journal import Journal, JournalError
 from stratad.links import ClientLink, ClientLinks, Endpoints, RefusalLog, WorkerLink
+from stratad.lock import InstanceLock, InstanceLocked
 from stratad.notify import Notifier
 from stratad.processes import Processes
 
@@ -90,6 +91,7 @@ class Supervisor:
         access: Access,
         *,
         journal: Journal,
+        lock: InstanceLock,
         stop_s: float,
         notifier: Notifier,
     ) -> None:
@@ -100,6 +102,8 @@ class Supervisor:
         self._plans = plans
         self._access = access
         self._journal = journal
+        self._lock = lock
+        self._lock_lost = False
         self._formers: dict[str, int] = {}  # pidfds of an earlier daemon's workers, by worker
         self._refusals = RefusalLog()
         self._stop_s = stop_s
@@ -573,7 +577,19 @@ class Supervisor:
             log.warning("client dropped: it does not read", extra=fields(client=client, pid=link.lifeline.peer.pid))
             self._drop_client(link)
 
+    def _renew_lock(self) -> None:
+        """From time to time: whoever cleans up /dev/shm may have removed the lock's file."""
+        try:
+            self._lock.renew()
+        except (InstanceLocked, OSError) as exc:
+            if not self._lock_lost:
+                log.error("somebody removed the instance lock, and it cannot be taken anew", extra=fields(why=str(exc)))
+            self._lock_lost = True
+        else:
+            self._lock_lost = False
+
     def _sample_memory(self, effect: SampleMemory) -> None:
+        self._renew_lock()
         start_s = time.monotonic()
         found: list[tuple[Target, Reading | None]] = []
         for target in effect.targets:

@@ -83,7 +83,9 @@ def _drop(state: State, images: Iterable[Image]) -> None:
 def _end(state: State, op: Operation, worker: Worker, index: int, cause: str) -> None:
     """End an operation that counts on a lost shuttle; one that is copying ends with the stages that are under way."""
     reads = op.image is not None and any(
-        _holds(op.places(run), index) for run in op.stages if run.worker == worker.name and run.state is StageState.PENDING
+        _holds(op.places(run), index)
+        for run in op.stages
+        if run.worker == worker.name and run.state is StageState.PENDING
     )
     if op.state is OpState.WAITING:
         if reads or (op.piece is not None and op.piece.put.ended):

@@ -119,7 +119,9 @@ def engine_info(state: State, engine: Engine) -> EngineInfo:
 
 
 def health(state: State) -> str:
-    """``ok``: every worker serves and what is captured can be recorded; ``degraded``: some do; ``starting``: none does yet; ``failed``: none does."""
+    """``ok``: every worker serves, and what is captured can be recorded; ``degraded``: some serve; ``starting``: none
+    does yet; ``failed``: none does.
+    """
     serving = [not state.journal_error]
     serving += [worker.state is WorkerState.READY and not worker.grow_failed for worker in state.workers.values()]
     if all(serving):

@@ -21,7 +21,7 @@ _OPEN_FILES: Final = re.compile(r"^Max open files\s+([0-9]+)\s+([0-9]+)", re.MUL
 # Above this share of the limit it is time to raise it: clients come with a descriptor or two for each stage.
 _NEARLY: Final = 0.8
 _REMOVED_FIX: Final = (
-    "the images live until their worker ends: see what cleans up /dev/shm (RemoveIPC= of logind or of a unit, a cron job)"
+    "the images live until their worker ends: see what cleans up /dev/shm (RemoveIPC= of logind or of a unit, a timer)"
 )
 
 
@@ -36,7 +36,7 @@ def segments(target: Target, stats: StatsReply | None) -> Iterator[Check]:
 
 
 def missing(instance: str, stats: StatsReply, daemon: Owner, shm: Path = MOUNT, root: Path = Path("/")) -> Check:
-    """Whether every segment that the daemon has mapped still has its name. Without it the next worker cannot have it."""
+    """Whether every segment of the daemon still has its name: without it the next worker cannot have it."""
     if not _same_folder(root / f"proc/{daemon.pid}/root/dev/shm", shm):
         return Check("segments", State.OK, "the daemon's /dev/shm cannot be seen from here: it may be another one")
     named: dict[str, int] = {}
@@ -115,6 +115,6 @@ def open_files(pid: int, *, running: bool, root: Path = Path("/")) -> Check:
 
 def _same_folder(one: Path, other: Path) -> bool:
     try:
-        return os.path.samefile(one, other)
+        return one.samefile(other)
     except OSError:
         return False

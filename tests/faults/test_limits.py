@@ -99,19 +99,23 @@ def test_a_log_on_a_full_disk_stops_nothing_and_goes_on_later() -> None:
     settings = {"log.level": "debug", "restarts.give_up_after": "1000", "restarts.backoff_cap_s": "0.05"}
     with SmallShm.make(MIB) as disk:
         log = disk.folder / "log"
-        with log.open("ab") as file, DaemonProcess("cpu:1", settings, stderr=file.fileno()) as daemon:
-            with daemon.client() as client, FakeEngine(client, (LAYOUT,)) as engine:
-                check_round(engine, "a")
-                os.truncate(log, 0)
-                with disk.filled():
-                    replace(client)
-                    check_round(engine, "b")
-                    assert log.stat().st_size == 0
+        with (
+            log.open("ab") as file,
+            DaemonProcess("cpu:1", settings, stderr=file.fileno()) as daemon,
+            daemon.client() as client,
+            FakeEngine(client, (LAYOUT,)) as engine,
+        ):
+            check_round(engine, "a")
+            os.truncate(log, 0)
+            with disk.filled():
                 replace(client)
-                check_round(engine, "a")
-                text = log.read_text()
-                assert text.count("worker gone") == 2, "what was said meanwhile waits for room"
-                assert text.splitlines()[0].startswith("DEBUG") or text.startswith(("INFO", "WARNING", "ERROR"))
+                check_round(engine, "b")
+                assert log.stat().st_size == 0
+            replace(client)
+            check_round(engine, "a")
+            text = log.read_text()
+            assert text.count("worker gone") == 2, "what was said meanwhile waits for room"
+            assert text.splitlines()[0].startswith("DEBUG") or text.startswith(("INFO", "WARNING", "ERROR"))
 
 
 def replace(client: Client) -> None:

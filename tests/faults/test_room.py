@@ -73,8 +73,8 @@ def test_a_full_dev_shm_is_told_with_numbers_and_its_end_is_noticed() -> None:
 
 
 def test_ten_kills_and_starts_leave_the_use_of_dev_shm_flat() -> None:
-    """The leftover of a killed daemon is taken over, not made once more beside it. There is room for the journal (2 MiB)
-    twice, since the next daemon begins a new one, and for no further shuttle.
+    """The leftover of a killed daemon is taken over, not made once more beside it. There is room for the journal
+    (2 MiB) twice, since the next daemon begins a new one, and for no further shuttle.
     """
     budget_bytes, overhead_bytes = 16 * MIB, 4 * MIB + 64 * 1024
     settings = {**SETTINGS, "ram.budget_bytes": str(budget_bytes), "ram.prefault": "true"}

@@ -20,12 +20,13 @@ ROWS = range(300)
 FOREIGN_UID = 65534
 
 
-def check_round(engine: FakeEngine, conversation: str) -> None:
-    """A new capture restores byte for byte."""
+def check_round(engine: FakeEngine, conversation: str) -> list[list[bytes]]:
+    """A new capture restores byte for byte; what it holds."""
     engine.fill()
     expected = engine.contents(ROWS, len(ROWS))
     engine.capture(conversation, ROWS, ROWS)
     check_restores(engine, conversation, expected)
+    return expected
 
 
 def check_restores(engine: FakeEngine, conversation: str, expected: list[list[bytes]]) -> None:
@@ -55,27 +56,52 @@ def replace_worker(daemon: DaemonProcess, client: Client, number: int = 0) -> No
 
 
 def test_segments_that_somebody_removes_live_on_until_their_worker_ends() -> None:
-    """As when logind removes the IPC objects of a user whose last session has ended."""
-    with DaemonProcess("cpu:2") as daemon, daemon.client() as client:
-        with FakeEngine(client, (LAYOUT, LAYOUT)) as engine, FakeEngine(client, (LAYOUT,), namespace="one") as single:
-            expected, one = engine.contents(ROWS, 300), single.contents(ROWS, 300)
-            engine.capture("a", ROWS, ROWS)
-            single.capture("one", ROWS, ROWS)
-            for name in daemon.segments():
-                (MOUNT / name).unlink()
-            check_restores(engine, "a", expected)
-            check_round(engine, "b")
-            second = subprocess.run(daemon.command(), capture_output=True, timeout=20, check=False)
-            assert second.returncode == 3
-            assert f"(pid {daemon.pid}), which has lost its lock".encode() in second.stderr
-            replace_worker(daemon, client, 1)
-            with pytest.raises(UsageError, match="unknown_conversation"):
-                engine.restore("a", ROWS)
-            check_restores(single, "one", one)
-            check_round(engine, "a")
-            assert client.stats().workers[1].deaths == 1, "no loop of errors"
-            assert client.stats().counters["images_lost"] == 2
-            assert "shuttle 0 of cpu:1 is lost: there is no segment" in daemon.log
+    """As when logind removes the IPC objects of a user whose last session has ended. Lock and journal come back."""
+    settings = {"memory.sample_s": "0.5", "ram.keep": "true"}
+    with (
+        DaemonProcess("cpu:2", settings) as daemon,
+        daemon.client() as client,
+        FakeEngine(client, (LAYOUT, LAYOUT)) as engine,
+        FakeEngine(client, (LAYOUT,), namespace="one") as single,
+    ):
+        expected, one = engine.contents(ROWS, 300), single.contents(ROWS, 300)
+        engine.capture("a", ROWS, ROWS)
+        single.capture("one", ROWS, ROWS)
+        for name in daemon.segments():
+            (MOUNT / name).unlink()
+        check_restores(engine, "a", expected)
+        check_round(engine, "b")
+        second = subprocess.run(daemon.command(), capture_output=True, timeout=20, check=False)
+        assert second.returncode == 3
+        assert f"served by another daemon (pid {daemon.pid})".encode() in second.stderr
+        replace_worker(daemon, client, 1)
+        with pytest.raises(UsageError, match="unknown_conversation"):
+            engine.restore("a", ROWS)
+        check_restores(single, "one", one)
+        replace_worker(daemon, client, 0)
+        expected = check_round(engine, "a")
+        assert [worker.deaths for worker in client.stats().workers] == [1, 1], "no loop of errors"
+        assert client.stats().counters["images_lost"] == 3
+        assert "shuttle 0 of cpu:1 is lost: there is no segment" in daemon.log
+        names = {f"stratad.{daemon.instance}.{name}" for name in ("lock", "journal")}
+        wait_until(lambda: names <= set(daemon.segments()), what="lock and journal")
+        elsewhere = [*daemon.command(), "--run-dir", str(daemon.home / "other")]
+        third = subprocess.run(elsewhere, capture_output=True, timeout=20, check=False)
+        assert (third.returncode, f"pid {daemon.pid}".encode() in third.stderr) == (3, True)
+        daemon.kill()
+        daemon.start()
+        check_restores(engine, "a", expected)
+
+
+def test_a_daemon_whose_lock_was_removed_is_not_taken_over() -> None:
+    with DaemonProcess("cpu:1", {"memory.sample_s": "3600"}) as daemon, daemon.client() as client:
+        wait_until(lambda: client.stats().health == "ok")
+        (MOUNT / f"stratad.{daemon.instance}.lock").unlink()
+        held = inodes(daemon)
+        second = subprocess.run(daemon.command(), capture_output=True, timeout=20, check=False)
+        assert second.returncode == 3
+        assert f"(pid {daemon.pid}), which has lost its lock".encode() in second.stderr
+        assert held.items() <= inodes(daemon).items()
 
 
 @pytest.mark.parametrize("harm", ["cut", "opened", "overwritten", "replaced"])
@@ -167,7 +193,11 @@ def inodes(daemon: DaemonProcess) -> dict[str, int]:
 
 def test_as_process_1_it_reaps_its_workers_and_what_others_leave_behind() -> None:
     need_pid_namespaces()
-    settings = {"restarts.give_up_after": "1000", "restarts.backoff_first_s": "0.001", "restarts.backoff_cap_s": "0.001"}
+    settings = {
+        "restarts.give_up_after": "1000",
+        "restarts.backoff_first_s": "0.001",
+        "restarts.backoff_cap_s": "0.001",
+    }
     with DaemonProcess("cpu:1", settings, prefix=PID_NAMESPACE, forks=True) as daemon:
         for _ in range(100):
             kill_worker(daemon)

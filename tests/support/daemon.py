@@ -97,7 +97,7 @@ class DaemonProcess:
         """Pid of the supervisor, as it is seen from here."""
         assert self._process is not None
         if self._forks:
-            return psutil.Process(self._process.pid).children()[0].pid
+            return int(psutil.Process(self._process.pid).children()[0].pid)
         return self._process.pid
 
     @property

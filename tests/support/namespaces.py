@@ -38,7 +38,7 @@ class SmallShm:
 
     def __init__(self, holder: "subprocess.Popen[bytes]") -> None:
         self._holder = holder
-        self.prefix = ("nsenter", f"--target={holder.pid}", "--mount", f"--wd={os.getcwd()}", "--")
+        self.prefix = ("nsenter", f"--target={holder.pid}", "--mount", f"--wd={Path.cwd()}", "--")
         self.folder = Path(f"/proc/{holder.pid}/root/dev/shm")
 
     @classmethod

@@ -8,6 +8,7 @@ from ipc.messages import Captured, Failed, MakeShuttle, OpenPool, PoolOpened, Re
 from shm.extent import GRANULE_BYTES
 from stratad.core.effects import LogLine, UnlinkSegment
 from stratad.core.losses import SKIP_LIMIT
+from stratad.core.records import DropRecord
 from stratad.core.views import health
 from tests.support.core_exchange import CoreExchange
 from tests.support.core_harness import MIB, Harness
@@ -21,7 +22,7 @@ def make_core() -> Iterator[MakeCore]:
     made: list[Harness] = []
 
     def make(workers: int = 1, **changes: object) -> Harness:
-        made.append(Harness.make(workers, **changes))
+        made.append(Harness.make(workers, None, **changes))
         made[-1].connect()
         return made[-1]
 
@@ -251,3 +252,33 @@ def test_somebody_who_takes_every_name_is_no_endless_loop(make_core: MakeCore) -
     assert "exists already" in failure.message
     core.core.state.workers["cpu:0"].arena.validate([])
     assert core.core.state.workers["cpu:0"].arena.free_granules == MIB // GRANULE_BYTES - 1
+
+
+def test_the_end_of_lost_images_is_recorded_and_where_it_cannot_be_they_go_all_the_same(make_core: MakeCore) -> None:
+    for error in ("", "no room"):
+        core = make_core()
+        engine = core.register(stages=1)
+        core.capture(engine)
+        core.finish_all()
+        (image_id,) = core.core.state.catalog.images
+        core.journal_error = error
+        lose(core)
+        assert not core.core.state.catalog.images
+        assert (DropRecord((image_id,)) in core.records) is not bool(error)
+        assert health(core.core.state) == ("degraded" if error else "ok")
+
+
+def test_a_journal_that_had_no_room_is_asked_again_without_a_request(make_core: MakeCore) -> None:
+    core = make_core()
+    engine = core.register(stages=1)
+    core.journal_error = "/dev/shm: 5 bytes are free"
+    seq = core.capture(engine)
+    core.finish_all()
+    assert core.failure(1, seq).code == "journal_unwritable"
+    for _ in range(3):
+        assert health(core.core.state) == "degraded"
+        assert core.core.due_s <= core.now_s + 1.0
+        core.tick(1.0)
+    core.journal_error = ""
+    core.tick(1.0)
+    assert health(core.core.state) == "ok"
