@@ -49,7 +49,7 @@ def test_a_full_dev_shm_is_told_with_numbers_and_its_end_is_noticed() -> None:
                 assert "a shuttle needs 4194304 bytes, 0 are free under /dev/shm" in client.stats().workers[0].detail
                 with pytest.raises(Busy, match=r"the journal cannot be written: .* 0 are free under /dev/shm"):
                     engine.capture("small", small, small)
-                assert "0 are free" in client.stats().settings["journal.error"]
+                assert "0 are free" in client.stats().journal_error
                 assert daemon.segments() == [f"stratad.{daemon.instance}.lock"]
                 again = subprocess.run(daemon.command(), capture_output=True, timeout=20, check=False)
                 assert (again.returncode, b"is served by another daemon" in again.stderr) == (3, True)
