@@ -69,7 +69,7 @@ def test_a_worker_out_of_descriptors_makes_no_shuttle_and_is_not_ended_by_that()
             with pytest.raises(NoSpace, match=r"this process may have \d+ files open"):
                 engine.capture("large", range(2048), range(2048))
             assert "[unavailable]" in client.stats().workers[0].detail
-        wait_until(lambda: client.stats().health == "ok")
+        wait_until(lambda: client.stats().health == "ok", timeout_s=20)
         engine.capture("large", range(2048), range(2048))
         check_round(engine, "a")
         assert [(w.pid, w.deaths) for w in client.stats().workers] == [(worker, 0)]
@@ -87,7 +87,7 @@ def test_too_few_open_files_for_anybody_is_said_at_the_start() -> None:
 def test_on_one_allowed_cpu_all_workers_share_it() -> None:
     last = max(os.sched_getaffinity(0))
     with DaemonProcess("cpu:2", prefix=("taskset", "--cpu-list", str(last))) as daemon, daemon.client() as client:
-        wait_until(lambda: client.stats().health == "ok")
+        wait_until(lambda: client.stats().health == "ok", timeout_s=20)
         assert [worker.cpus for worker in client.stats().workers] == [(last,), (last,)]
         for worker in client.stats().workers:
             assert psutil.Process(worker.pid).cpu_affinity() == [last]
@@ -122,14 +122,14 @@ def replace(client: Client) -> None:
     """The worker is killed, and the next one serves."""
     (before,) = client.stats().workers
     psutil.Process(before.pid).kill()
-    wait_until(lambda: client.stats().workers[0].deaths > before.deaths and client.stats().health == "ok", 10)
+    wait_until(lambda: client.stats().workers[0].deaths > before.deaths and client.stats().health == "ok", 20)
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_without_standard_descriptors_nothing_else_is_logged_to(closed: str) -> None:
     prefix = ("sh", "-c", f'exec "$0" "$@" {closed}')
     with DaemonProcess("cpu:1", {"log.level": "debug"}, prefix=prefix) as daemon, daemon.client() as client:
-        wait_until(lambda: client.stats().health == "ok")
+        wait_until(lambda: client.stats().health == "ok", timeout_s=20)
         for pid in (daemon.pid, client.stats().workers[0].pid):
             assert Path(f"/proc/{pid}/fd/2").readlink() == Path("/dev/null")
         with FakeEngine(client, (LAYOUT,)) as engine:

@@ -25,7 +25,7 @@ SETTINGS = {"ram.grow_again_s": "0.1", "ram.shuttle_bytes": "4MiB"}
 
 
 def settled(client: Client, health: str) -> None:
-    wait_until(lambda: client.stats().health == health, timeout_s=10, what=f"health {health}")
+    wait_until(lambda: client.stats().health == health, timeout_s=20, what=f"health {health}")
 
 
 def check_restores(engine: FakeEngine, conversation: str, expected: list[list[bytes]], rows: range) -> None:
@@ -84,7 +84,7 @@ def test_ten_kills_and_starts_leave_the_use_of_dev_shm_flat() -> None:
         try:
             for number in range(10):
                 with daemon.start().client() as client, FakeEngine(client, (LAYOUT,), seed=number) as engine:
-                    wait_until(lambda c=client: c.stats().workers[0].mapped == 4, what="the whole arena")  # type: ignore[misc]
+                    wait_until(lambda c=client: c.stats().workers[0].mapped == 4, timeout_s=20, what="the whole arena")  # type: ignore[misc]
                     if expected:
                         check_restores(engine, "a", expected, range(300))
                     engine.fill()
@@ -123,7 +123,7 @@ def test_near_the_limit_of_its_cgroup_an_arena_stops_growing_and_nobody_is_kille
         expected = engine.contents(range(300), 300)
         engine.capture("a", range(300), range(300))
         group.limit(512 * MIB)
-        wait_until(lambda: client.stats().workers[0].shuttle_bytes == 256 * MIB, timeout_s=10)
+        wait_until(lambda: client.stats().workers[0].shuttle_bytes == 256 * MIB, timeout_s=20)
         settled(client, "ok")
         check_restores(engine, "a", expected, range(300))
         assert (client.stats().workers[0].deaths, group.oom_kills) == (0, 0)
@@ -142,7 +142,7 @@ def test_auto_takes_the_least_limit_on_the_path_and_a_kill_for_memory_is_named(g
         # The kernel takes the worker first; whoever takes all the memory here ends when it has.
         Path(f"/proc/{victim}/oom_score_adj").write_text("1000")
         subprocess.run([*group.prefix, sys.executable, "-c", _HOG, str(victim)], check=False, timeout=20)
-        wait_until(lambda: client.stats().workers[0].deaths == 1)
+        wait_until(lambda: client.stats().workers[0].deaths == 1, timeout_s=20)
         settled(client, "ok")
         check_restores(engine, "a", expected, range(300))
         assert group.oom_kills >= 1

@@ -1,5 +1,6 @@
 """Segments that are taken away, damaged, foreign or somebody's who lives; daemons in namespaces of their own."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -38,21 +39,24 @@ def check_restores(engine: FakeEngine, conversation: str, expected: list[list[by
 
 def worker_process(daemon: DaemonProcess, name: str = "cpu:0") -> psutil.Process | None:
     """A worker as it is seen from here: the pids that a daemon tells are those of its own namespace."""
-    found = psutil.Process(daemon.pid).children(recursive=True)
-    return next((process for process in found if process.name() == f"strata-{name}"), None)
+    for process in psutil.Process(daemon.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended since it was listed
+            if process.name() == f"strata-{name}":
+                return process
+    return None
 
 
 def kill_worker(daemon: DaemonProcess, name: str = "cpu:0") -> None:
-    process = wait_until(lambda: worker_process(daemon, name), what=f"worker {name}")
+    process = wait_until(lambda: worker_process(daemon, name), timeout_s=20, what=f"worker {name}")
     process.kill()
-    wait_until(lambda: not process.is_running(), what=f"the end of worker {name}")
+    wait_until(lambda: not process.is_running(), timeout_s=20, what=f"the end of worker {name}")
 
 
 def replace_worker(daemon: DaemonProcess, client: Client, number: int = 0) -> None:
     deaths = client.stats().workers[number].deaths
     kill_worker(daemon, f"cpu:{number}")
     back = lambda: client.stats().workers[number].deaths > deaths and client.stats().health == "ok"  # noqa: E731
-    wait_until(back, timeout_s=10, what="the next worker")
+    wait_until(back, timeout_s=20, what="the next worker")
 
 
 def test_segments_that_somebody_removes_live_on_until_their_worker_ends() -> None:
@@ -124,7 +128,11 @@ def test_a_segment_that_is_not_as_it_was_is_lost_once(harm: str) -> None:
                 path.write_bytes(b"somebody's own data")
         if harm != "cut":
             kill_worker(daemon)
-        wait_until(lambda: client.stats().images == 0 and client.stats().health == "ok", what="the loss to be noticed")
+        wait_until(
+            lambda: client.stats().images == 0 and client.stats().health == "ok",
+            timeout_s=20,
+            what="the loss to be noticed",
+        )
         with pytest.raises(UsageError, match="unknown_conversation"):
             engine.restore("a", ROWS)
         check_round(engine, "a")
@@ -205,11 +213,11 @@ def test_as_process_1_it_reaps_its_workers_and_what_others_leave_behind() -> Non
         enter = ["nsenter", f"--target={daemon.pid}", "--pid", "--", "sh", "-c", "sleep 0.05 & :"]
         subprocess.run(enter, check=True, timeout=10)
         with daemon.client() as client, FakeEngine(client, (LAYOUT,)) as engine:
+            wait_until(lambda: client.stats().workers[0].deaths == 100 and client.stats().health == "ok", timeout_s=20)
             check_round(engine, "a")
-            assert client.stats().workers[0].deaths == 100
         family = psutil.Process(daemon.pid).children
-        wait_until(lambda: len(family(recursive=True)) == 2, what="the orphan to be reaped")
-        assert "zombie" not in [process.status() for process in family(recursive=True)]
+        wait_until(lambda: len(family(recursive=True)) == 2, timeout_s=20, what="the orphan to be reaped")
+        assert psutil.STATUS_ZOMBIE not in [process.status() for process in family(recursive=True)]
 
 
 def test_an_engine_with_another_dev_shm_works_as_any_other() -> None:
