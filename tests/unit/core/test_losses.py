@@ -8,6 +8,7 @@ from ipc.messages import Captured, Failed, MakeShuttle, OpenPool, PoolOpened, Re
 from shm.extent import GRANULE_BYTES
 from stratad.core.effects import LogLine, UnlinkSegment
 from stratad.core.losses import SKIP_LIMIT
+from stratad.core.memory_tracks import MemorySettings
 from stratad.core.records import DropRecord
 from stratad.core.views import health
 from tests.support.core_exchange import CoreExchange
@@ -66,6 +67,8 @@ def test_a_lost_shuttle_takes_its_images_along_and_the_worker_serves_on(make_cor
     assert not state.catalog.images
     assert (state.counters["images_lost"], state.counters["shuttles_lost"]) == (1, 1)
     assert [e.segment for e in core.effects if isinstance(e, UnlinkSegment)] == ["/stratad.unit.cpu_0.0"]
+    arena = state.workers["cpu:0"].arena
+    assert (arena.total_granules, arena.used_granules) == (2 * MIB // GRANULE_BYTES - 1, 0)
     core.capture(engine, "b")
     core.finish_all()
     assert len(state.catalog.images) == 1
@@ -193,7 +196,8 @@ def test_a_shortage_when_attaching_passes_and_loses_nothing(make_core: MakeCore,
 
 
 def test_an_arena_that_ran_short_is_tried_again_without_being_asked(make_core: MakeCore) -> None:
-    core = make_core(shuttle_bytes=MIB, arena_bytes=4 * MIB, grow_again_s=7.0)
+    seldom = MemorySettings(sample_s=1000.0)
+    core = make_core(shuttle_bytes=MIB, arena_bytes=4 * MIB, grow_again_s=7.0, memory=seldom)
     engine = core.register(stages=1)
     core.auto = False
     core.capture(engine, tokens=range(1100))
@@ -204,6 +208,7 @@ def test_an_arena_that_ran_short_is_tried_again_without_being_asked(make_core: M
         assert core.core.due_s <= core.now_s + 7.0
         core.tick(6.9)
         assert len(asked(core)) == tries
+        assert core.core.due_s == pytest.approx(core.now_s + 0.1), "nothing else falls due"
         core.tick(0.2)
     core.report("cpu:0", ShuttleReady(1, False, 0.0))
     assert health(core.core.state) == "ok"

@@ -85,4 +85,5 @@ def test_the_room_is_looked_at_again_once_the_turn_has_come(lock: Path) -> None:
 
     with pytest.raises(ShuttleError, match="what the one before has left"):
         Shuttle.create(header, headroom=shrinking)
+    assert len(looks) == 3, "before all, before the turn, in the turn"
     assert not (MOUNT / header.segment[1:]).exists()
