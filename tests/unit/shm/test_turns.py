@@ -78,12 +78,17 @@ def test_only_near_the_end_of_memory_a_maker_waits_for_others(lock: Path, room: 
 def test_the_room_is_looked_at_again_once_the_turn_has_come(lock: Path) -> None:
     header = ShuttleHeader(lock.name.split(".")[1], "cpu_0", 0, 4 * GRANULE_BYTES, boot_id())
     looks: list[Headroom] = []
+    steps: list[int] = []
+
+    def note(reserved_bytes: int) -> bool:
+        steps.append(reserved_bytes)
+        return True
 
     def shrinking() -> Headroom:
         looks.append(NEAR if len(looks) < 2 else Headroom(100, "what the one before has left"))
         return looks[-1]
 
     with pytest.raises(ShuttleError, match="what the one before has left"):
-        Shuttle.create(header, headroom=shrinking)
-    assert len(looks) == 3, "before all, before the turn, in the turn"
+        Shuttle.create(header, headroom=shrinking, on_step=note)
+    assert steps == [], "nothing was taken in between"
     assert not (MOUNT / header.segment[1:]).exists()
