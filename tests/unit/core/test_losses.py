@@ -23,7 +23,7 @@ def make_core() -> Iterator[MakeCore]:
     made: list[Harness] = []
 
     def make(workers: int = 1, **changes: object) -> Harness:
-        made.append(Harness.make(workers, None, **changes))
+        made.append(Harness.make(workers, None, None, **changes))
         made[-1].connect()
         return made[-1]
 
@@ -215,6 +215,20 @@ def test_an_arena_that_ran_short_is_tried_again_without_being_asked(make_core: M
     assert core.core.state.workers["cpu:0"].detail == ""
     logged = [e.level for e in core.effects if isinstance(e, LogLine) and e.message == "shuttle failed"]
     assert logged == ["error", "debug", "debug"], "one line an episode, not one a try"
+
+
+def test_a_page_lock_that_is_refused_stops_the_growth_and_not_the_worker(make_core: MakeCore) -> None:
+    core = make_core(shuttle_bytes=MIB, arena_bytes=4 * MIB)
+    engine = core.register(stages=1)
+    core.auto = False
+    seq = core.capture(engine, tokens=range(1100))
+    why = "page-locking stopped after 0 of 1048576 bytes: ... (the limit of locked memory is 65536 bytes)"
+    core.report("cpu:0", ShuttleFailed(1, "device_error", why, MIB, 0))
+    failure = core.failure(1, seq)
+    assert (failure.code, why in failure.message) == ("no_space", True)
+    assert core.kills == []
+    assert why in core.core.state.workers["cpu:0"].detail
+    assert health(core.core.state) == "degraded"
 
 
 def test_an_arena_that_became_full_grown_meanwhile_is_well(make_core: MakeCore) -> None:
