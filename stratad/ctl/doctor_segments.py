@@ -1,5 +1,6 @@
 """Checks of the files in /dev/shm: segments that are missing, others' under our names, leftovers of dead daemons."""
 
+import contextlib
 import os
 import re
 import stat
@@ -9,11 +10,11 @@ from typing import Final
 
 from ipc.messages import StatsReply
 from shm.header import split_segment_name
-from shm.shuttle import MOUNT
+from shm.shuttle import BLOCK_BYTES, MOUNT
 from stratad.ctl.connection import Target
 from stratad.ctl.doctor_daemon import Owner, lock_holder, owner
 from stratad.ctl.findings import Check, State
-from stratad.ctl.output import human_bytes
+from stratad.ctl.output import JsonObject, human_bytes
 from stratad.open_files import OWN, PER_CLIENT, POOLS_PER_CLIENT
 
 _LOCKS: Final = Path("/proc/locks")
@@ -40,9 +41,9 @@ def missing(instance: str, stats: StatsReply, daemon: Owner, shm: Path = MOUNT, 
     if not _same_folder(root / f"proc/{daemon.pid}/root/dev/shm", shm):
         return Check("segments", State.OK, "the daemon's /dev/shm cannot be seen from here: it may be another one")
     named: dict[str, int] = {}
-    for entry in shm.iterdir():
-        parts = split_segment_name(f"/{entry.name}")
-        if parts is not None and parts[0] == instance and entry.lstat().st_uid == daemon.uid:
+    for name, status in _entries(shm, f"stratad.{instance}."):
+        parts = split_segment_name(f"/{name}")
+        if parts is not None and status.st_uid == daemon.uid and stat.S_ISREG(status.st_mode):
             named[parts[1]] = named.get(parts[1], 0) + 1
     lost = {w.worker: w.shuttles - named.get(w.worker.replace(":", "_"), 0) for w in stats.workers}
     gone = {worker: count for worker, count in lost.items() if count > 0}
@@ -56,10 +57,9 @@ def missing(instance: str, stats: StatsReply, daemon: Owner, shm: Path = MOUNT, 
 def foreign(instance: str, uid: int, shm: Path = MOUNT) -> Check:
     """Whether anything but plain files of the daemon's user has a name of this instance."""
     found: list[str] = []
-    for entry in sorted(shm.glob(f"stratad.{instance}.*")):
-        status = entry.lstat()
+    for name, status in _entries(shm, f"stratad.{instance}."):
         if status.st_uid != uid or not stat.S_ISREG(status.st_mode):
-            found.append(f"{entry.name} (uid {status.st_uid}, mode {status.st_mode:o})")
+            found.append(f"{name} (uid {status.st_uid}, mode {status.st_mode:o})")
     if not found:
         return Check("names", State.OK, f"nobody else has names of instance {instance} in {shm}")
     text = f"others have names of instance {instance} in {shm}: {', '.join(found[:4])}{', ...' if found[4:] else ''}"
@@ -67,14 +67,14 @@ def foreign(instance: str, uid: int, shm: Path = MOUNT) -> Check:
 
 
 def orphans(instance: str, shm: Path = MOUNT, locks: Path = _LOCKS) -> Check:
-    """Segments of other instances of this user whose lock nobody is seen to hold. They are told, never removed: only
-    the next daemon of the instance has the lock that proves them orphaned.
+    """Segments of other instances of this user whose lock nobody is seen to hold (beside a journal, they are kept for
+    the next daemon). They are told, never removed: only who has the lock has the proof that they are orphaned.
     """
     held = locks.read_text()
     found: dict[str, int] = {}
-    for entry in sorted(shm.iterdir()):
-        parts = split_segment_name(f"/{entry.name}")
-        status = entry.lstat()
+    kept: dict[str, int] = {}
+    for name, status in _entries(shm, "stratad."):
+        parts = split_segment_name(f"/{name}")
         if parts is None or parts[0] == instance or status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
             continue
         try:
@@ -84,13 +84,19 @@ def orphans(instance: str, shm: Path = MOUNT, locks: Path = _LOCKS) -> Check:
         else:
             if lock_holder(held, lock.st_dev, lock.st_ino) is not None:
                 continue
-        found[parts[0]] = found.get(parts[0], 0) + status.st_blocks * 512
+        book = found if not (shm / f"stratad.{parts[0]}.journal").exists() else kept
+        book[parts[0]] = book.get(parts[0], 0) + status.st_blocks * BLOCK_BYTES
+    data: JsonObject = {"bytes": dict(found), "kept_bytes": dict(kept)}
     if not found:
-        return Check("orphans", State.OK, f"no segments of dead daemons in {shm}")
-    text = ", ".join(f"{human_bytes(size)} of instance {name}" for name, size in found.items())
-    fix = "start those instances (the next daemon has the right to their segments), or, where none runs, also in no "
-    fix += f"container, `rm {shm}/stratad.INSTANCE.*`"
-    return Check("orphans", State.WARN, f"segments whose daemon is not seen: {text}", fix, {"bytes": dict(found)})
+        told = f"; kept for the next daemon: {_listed(kept)}" if kept else ""
+        return Check("orphans", State.OK, f"no segments of dead daemons in {shm}{told}", data=data)
+    fix = "start a daemon of those instances, which takes over what it can use and removes the rest, or "
+    fix += "`stratactl --instance NAME purge --yes`"
+    return Check("orphans", State.WARN, f"segments without a daemon and a journal: {_listed(found)}", fix, data)
+
+
+def _listed(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{human_bytes(size)} of instance {name}" for name, size in sizes.items())
 
 
 def open_files(pid: int, *, running: bool, root: Path = Path("/")) -> Check:
@@ -111,6 +117,14 @@ def open_files(pid: int, *, running: bool, root: Path = Path("/")) -> Check:
         return Check("open files", state, f"{hard} files may be open, a daemon needs at least {least}", fix)
     state = State.WARN if used > soft * _NEARLY else State.OK
     return Check("open files", state, f"the daemon has {used} of {soft} files open", fix, {"used": used, "limit": soft})
+
+
+def _entries(shm: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+    """What there is under names that begin so; files come and go while they are listed."""
+    for entry in sorted(shm.iterdir()):
+        if entry.name.startswith(prefix):
+            with contextlib.suppress(FileNotFoundError):
+                yield entry.name, entry.lstat()
 
 
 def _same_folder(one: Path, other: Path) -> bool:

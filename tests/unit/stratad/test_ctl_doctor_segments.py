@@ -33,6 +33,7 @@ def test_segments_that_lost_their_names_are_counted(root: Path) -> None:
     (shm / "stratad.other.cpu_0.0").touch()
     assert missing("one", stats, Owner(7, ME), shm, root).state is State.OK
     (shm / "stratad.one.cpu_0.3").unlink()
+    (shm / "stratad.one.cpu_0.4").mkdir()
     check = missing("one", stats, Owner(7, ME), shm, root)
     assert (check.state, "1 of cpu:0" in check.what, "RemoveIPC" in check.fix) == (State.FAIL, True, True)
 
@@ -57,15 +58,19 @@ def test_what_is_no_file_of_the_daemon_under_its_names(tmp_path: Path) -> None:
 
 
 def test_orphans_are_those_whose_lock_nobody_holds(tmp_path: Path) -> None:
-    for instance in ("lives", "dead", "nolock", "mine"):
+    for instance in ("lives", "dead", "nolock", "mine", "kept"):
         (tmp_path / f"stratad.{instance}.cpu_0.0").write_bytes(bytes(8192))
     (tmp_path / "stratad.dead.lock").touch()
+    (tmp_path / "stratad.kept.journal").touch()
     with (tmp_path / "stratad.lives.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         check = orphans("mine", tmp_path)
     assert check.state is State.WARN
-    assert check.data["bytes"] == {"dead": 8192, "nolock": 8192}
-    assert orphans("mine", tmp_path / "..", Path("/dev/null")).state is State.OK
+    assert (check.data["bytes"], check.data["kept_bytes"]) == ({"dead": 8192, "nolock": 8192}, {"kept": 8192})
+    for instance in ("lives", "dead", "nolock"):
+        (tmp_path / f"stratad.{instance}.cpu_0.0").unlink()
+    check = orphans("mine", tmp_path)
+    assert (check.state, "kept for the next daemon: 8.0 KiB of instance kept" in check.what) == (State.OK, True)
 
 
 @pytest.mark.parametrize(
