@@ -44,7 +44,8 @@ def lock() -> Iterator[Path]:
     path = MOUNT / f"stratad.{fresh_instance()}.lock"
     path.touch(0o600)
     yield path
-    path.unlink()
+    for left in MOUNT.glob(f"{path.stem}.*"):
+        left.unlink()
 
 
 def test_one_at_a_time_and_the_next_after_the_end_of_the_holder(lock: Path) -> None:
