@@ -31,7 +31,7 @@ from ipc.messages import (
     WorkerSpec,
 )
 from ipc.server import FLUSH_S, Incoming, Sent
-from shm.process import start_ticks
+from shm.process import open_pidfd, start_ticks
 from shm.shuttle import unlink
 from stratad import ledger
 from stratad.access import Access
@@ -85,6 +85,7 @@ class Supervisor:
         access: Access,
         *,
         stop_s: float,
+        unread_s: float,
         notifier: Notifier,
     ) -> None:
         self._core = core
@@ -95,6 +96,7 @@ class Supervisor:
         self._access = access
         self._refusals = RefusalLog()
         self._stop_s = stop_s
+        self._unread_s = unread_s
         self._stop_deadline_s: float | None = None
         self._links = ClientLinks()
         self._worker_links: dict[str, WorkerLink] = {}
@@ -144,7 +146,7 @@ class Supervisor:
         if self._core.due_s <= now.now_s:
             self._event(self._core.tick)
         if self._clients.pending_count:
-            self._clients.flush()
+            self._flush_clients(now.now_s)
         if self._workers.pending_count:
             self._workers.flush()
         for worker, link in list(self._worker_links.items()):
@@ -154,6 +156,20 @@ class Supervisor:
             self._stop_deadline_s = None
             self._event(lambda at: self._core.kill_all("the time for a graceful stop is over", at))
         self._notifier.beat(now.now_s, lambda: status_line(self._core.state))
+
+    def _flush_clients(self, now_s: float) -> None:
+        """Send on what waits for clients; who is gone, or reads nothing for too long, is dropped with all it holds."""
+        lost = [(peer, "it cannot be reached") for peer in self._clients.flush()]
+        lost += [(peer, "it does not read") for peer in self._clients.unread(now_s, self._unread_s)]
+        for peer, why in lost:
+            link = self._links.of_peer(peer)
+            if link is not None:
+                self._drop_deaf(link, why)
+
+    def _drop_deaf(self, link: ClientLink, why: str) -> None:
+        log.warning("client dropped: %s", why, extra=fields(client=link.client, pid=link.lifeline.peer.pid))
+        self._core.state.count("clients_dropped")
+        self._drop_client(link)
 
     def _wait_ms(self) -> int:
         now_s = time.monotonic()
@@ -337,6 +353,10 @@ class Supervisor:
         link = self._links.add(lifeline)
         self._watch(lifeline.fileno(), lambda: self._on_client_lifeline(link))
         peer = lifeline.peer
+        # The end of its lifeline tells of its end, unless a process that it forked keeps a copy.
+        with contextlib.suppress(OSError):  # another pid namespace, no descriptor: then the lifeline alone tells
+            link.pidfd = open_pidfd(peer.pid, peer.start_ticks)
+            self._watch(link.pidfd, lambda: self._drop_client(link))
         self._event(lambda at: self._core.client_connected(link.client, peer.pid, peer.uid, peer.start_ticks, at))
 
     def _on_client_lifeline(self, link: ClientLink) -> None:
@@ -351,8 +371,15 @@ class Supervisor:
             return
         self._clients.forget(link.identity)
         self._close_lifeline(link.lifeline)
+        self._close_pidfd(link)
         self._event(lambda at: self._core.client_gone(link.client, at))
         link.descriptors.close_all()
+
+    def _close_pidfd(self, link: ClientLink) -> None:
+        if link.pidfd >= 0:
+            self._unwatch(link.pidfd)
+            os.close(link.pidfd)
+            link.pidfd = -1
 
     def _close_lifeline(self, lifeline: Lifeline) -> None:
         self._unwatch(lifeline.fileno())
@@ -510,8 +537,9 @@ class Supervisor:
                 link.identity, encode(Failed(message.seq, "too_large", "the reply passes the size limit"))
             )
         elif sent is Sent.FULL:
-            log.warning("client dropped: it does not read", extra=fields(client=client, pid=link.lifeline.peer.pid))
-            self._drop_client(link)
+            self._drop_deaf(link, "it does not read")
+        elif sent is Sent.UNREACHABLE:  # its half of the lifeline may be open still
+            self._drop_deaf(link, "it cannot be reached")
 
     def _sample_memory(self, effect: SampleMemory) -> None:
         start_s = time.monotonic()
@@ -571,6 +599,7 @@ class Supervisor:
         """Close sockets and descriptors, end the template."""
         for link in self._links:
             self._close_lifeline(link.lifeline)
+            self._close_pidfd(link)
             link.descriptors.close_all()
         for worker in self._worker_links.values():
             if worker.channel.lifeline is not None:

@@ -97,6 +97,7 @@ class Image:
     restores: int = 0
     damaged: bool = False
     parts: tuple[ImagePart, ...] | None = None
+    held_s: float = 0.0  # of a transit image: when its engine last did something with it (monotonic)
 
     @property
     def evictable(self) -> bool:

@@ -24,10 +24,11 @@ from ipc.messages import (
     Stage,
 )
 from shm.rows import row_count, unpack_rows
-from stratad.core import jobs, queue
+from stratad.core import jobs, leases, queue
 from stratad.core.catalog import Chunk, Draft, Image
 from stratad.core.failures import Refusal
-from stratad.core.intake import CHUNK_LIMIT, check_name, engine_of, find_image
+from stratad.core.intake import CHUNK_LIMIT, check_name, ends_s, engine_of, find_image
+from stratad.core.leases import end_get, end_put
 from stratad.core.ops import Operation, OpKind, OpState, StageRun
 from stratad.core.puts import Get, Part, Piece, Put
 from stratad.core.row_lists import CutRows, check_run_count
@@ -90,7 +91,7 @@ def serve(
         case GetPart():
             _get_part(state, engine, request)
         case GetEnd():
-            end_get(state, engine, _get_of(engine, request.get_id))
+            end_get(state, engine, _get_of(state, engine, request.get_id))
             state.reply(engine.client, Done(request.seq))
             queue.pump(state)
 
@@ -109,22 +110,23 @@ def _put_begin(state: State, engine: Engine, request: PutBegin) -> None:
     # No prefix of it can be restored: it is found by all its tokens, or by its name alone.
     points = (count,) if count else ()
     draft = Draft(engine.scope, request.conversation, request.tokens, count, (), points, (), partial=True)
-    state.catalog.begin_put(draft)
-    put = Put(state.number("put"), draft, EXCHANGE_ROW_BYTES, engine.layouts[0].chunk_tokens)
+    leases.with_room(state, engine.client, lambda: state.catalog.begin_put(draft))
+    put = Put(state.number("put"), draft, EXCHANGE_ROW_BYTES, engine.layouts[0].chunk_tokens, used_s=state.now_s)
     engine.puts[put.put_id] = put
     state.reply(engine.client, PutBegun(request.seq, put.put_id))
 
 
-def _put_of(engine: Engine, put_id: int) -> Put:
+def _put_of(state: State, engine: Engine, put_id: int) -> Put:
     put = engine.puts.get(put_id)
     if put is None:
-        raise Refusal("unknown_put", f"engine {engine.engine_id} has no put {put_id}")
+        raise Refusal("unknown_put", f"engine {engine.engine_id} has no put {put_id} ({leases.why_gone(state)})")
     return put
 
 
 def _put_part(state: State, engine: Engine, request: PutPart) -> None:
-    put = _put_of(engine, request.put_id)
+    put = _put_of(state, engine, request.put_id)
     cut = _check_part(engine, put, request)
+    put.used_s = state.now_s
     if request.first_row == 0:
         if put.restartable(request.name):
             for staged in put.drop_part(request.name):
@@ -216,7 +218,7 @@ def _storing(state: State, engine: Engine, request: PutPart, rows: CutRows, piec
         piece.row_count,
         "host",
         state.now_s,
-        state.now_s + request.deadline_s,
+        ends_s(state, request.deadline_s),
         (StageRun(0, engine.stages[0].worker, rows, spans),),
         image_tokens=piece.row_count,
         piece=piece,
@@ -224,7 +226,7 @@ def _storing(state: State, engine: Engine, request: PutPart, rows: CutRows, piec
 
 
 def _put_commit(state: State, engine: Engine, request: PutCommit) -> None:
-    put = _put_of(engine, request.put_id)
+    put = _put_of(state, engine, request.put_id)
     parts = put.table()
     stored = [piece.stored for piece in put.pieces() if piece.stored is not None]
     image, new_bytes, _ = state.catalog.publish_parts(put.draft, stored, parts, state.now_unix_s)
@@ -238,7 +240,7 @@ def _put_commit(state: State, engine: Engine, request: PutCommit) -> None:
 
 
 def _put_abort(state: State, engine: Engine, request: PutAbort) -> None:
-    put = _put_of(engine, request.put_id)
+    put = _put_of(state, engine, request.put_id)
     end_put(state, engine, put)
     for op in [op for op in state.ops.values() if op.piece is not None and op.piece.put is put]:
         if op.state is OpState.WAITING:
@@ -247,17 +249,6 @@ def _put_abort(state: State, engine: Engine, request: PutAbort) -> None:
             jobs.cancel(state, op)
     state.reply(engine.client, Done(request.seq))
     queue.pump(state)
-
-
-def end_put(state: State, engine: Engine, put: Put) -> None:
-    """Forget a put: what was stored is freed now; what is being copied when its operation ends."""
-    put.ended = True
-    del engine.puts[put.put_id]
-    for piece in put.pieces():
-        if piece.stored is not None:
-            state.catalog.discard(piece.stored.staged)
-    state.catalog.end_put(put.draft)
-    state.count("puts_ended")
 
 
 # --- gets -------------------------------------------------------------------------------------------------------------
@@ -269,7 +260,7 @@ def _get_begin(state: State, engine: Engine, request: GetBegin) -> None:
     _check_sessions("gets", len(engine.gets))
     image = find_image(state, engine, request)
     assert image.parts is not None, "only what was put has the fingerprint of an exchange"
-    get = Get(state.number("get"), image, state.catalog.read(image))
+    get = Get(state.number("get"), image, state.catalog.read(image), state.now_s)
     engine.gets[get.get_id] = get
     image.restores += 1
     state.catalog.touch(image, state.now_unix_s)
@@ -281,15 +272,16 @@ def _get_begin(state: State, engine: Engine, request: GetBegin) -> None:
     )
 
 
-def _get_of(engine: Engine, get_id: int) -> Get:
+def _get_of(state: State, engine: Engine, get_id: int) -> Get:
     get = engine.gets.get(get_id)
     if get is None:
-        raise Refusal("unknown_get", f"engine {engine.engine_id} has no get {get_id}")
+        raise Refusal("unknown_get", f"engine {engine.engine_id} has no get {get_id} ({leases.why_gone(state)})")
+    get.used_s = state.now_s
     return get
 
 
 def _get_part(state: State, engine: Engine, request: GetPart) -> None:
-    get = _get_of(engine, request.get_id)
+    get = _get_of(state, engine, request.get_id)
     parts = get.image.parts or ()
     if not 0 <= request.part < len(parts):
         raise Refusal("unknown_part", f"the image has parts 0..{len(parts) - 1}, not {request.part}")
@@ -321,18 +313,12 @@ def _loading(
         cut.row_count,
         "host",
         state.now_s,
-        state.now_s + request.deadline_s,
+        ends_s(state, request.deadline_s),
         (StageRun(0, engine.stages[0].worker, cut.rows, spans),),
         image=image,
         chunks=chunks,
         image_tokens=cut.row_count,
     )
-
-
-def end_get(state: State, engine: Engine, get: Get) -> None:
-    """Let go of an image; what is being copied out of it holds its own chunks."""
-    del engine.gets[get.get_id]
-    state.catalog.end_read(get.image, get.chunks)
 
 
 def _check_sessions(what: str, count: int) -> None:

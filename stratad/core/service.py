@@ -40,7 +40,7 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import exchange, jobs, memory, memory_view, queue, registration, views
+from stratad.core import exchange, jobs, leases, memory, memory_view, queue, registration, views
 from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
@@ -205,11 +205,8 @@ def _end_take(state: State, client: ClientRecord, request: Acknowledge | Release
     engine = engine_of(state, client, request.engine_id)
     if request.image_id not in engine.takes:
         raise Refusal("unknown_image", f"engine {engine.engine_id} has not taken image {request.image_id}")
-    engine.takes.discard(request.image_id)
-    image = state.catalog.images.get(request.image_id)
-    if image is not None:
-        image.taken -= 1
-    return image
+    leases.end_take(state, engine, request.image_id)
+    return state.catalog.images.get(request.image_id)
 
 
 def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> None:

@@ -237,4 +237,3 @@ def marked_processes() -> list[int]:
         except OSError:
             continue  # it has ended, or is another user's
     return found
-
