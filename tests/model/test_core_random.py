@@ -278,6 +278,20 @@ def test_seed(seed: int) -> None:
     world.settle()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_wall_clock_decides_nothing(seed: int) -> None:
+    """It may be stepped, either way, at any time: every effect is the same."""
+    steady, stepped = World(seed), World(seed)
+    steps = random.Random(seed)
+    stepped.core.wall_clock = lambda _: steps.uniform(-1e9, 3e9)
+    for world in (steady, stepped):
+        for _ in range(STEPS):
+            world.step()
+        world.settle()
+    assert len(steady.core.effects) > 100
+    assert [repr(effect) for effect in stepped.core.effects] == [repr(effect) for effect in steady.core.effects]
+
+
 def test_the_seeds_reach_what_they_should() -> None:
     reached: Counter[str] = Counter()
     for seed in range(12):
