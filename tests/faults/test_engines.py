@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -68,7 +69,7 @@ def pools(client: Client) -> list[int]:
 
 
 def open_files(daemon: DaemonProcess) -> int:
-    return psutil.Process(daemon.pid).num_fds()
+    return sum(1 for _ in Path(f"/proc/{daemon.pid}/fd").iterdir())
 
 
 # --- death ------------------------------------------------------------------------------------------------------------
@@ -171,25 +172,28 @@ while not ticket.done(): pass
 ready("holding"); wait()
 """
     settings = {"ram.budget_bytes": "4MiB", "ram.shuttle_bytes": "4MiB", "deadlines.lease_s": "0.2"}
-    with DaemonProcess("cpu:1", settings) as daemon, daemon.client() as client:
-        with engine_process(daemon, script) as stuck:
-            assert line(stuck) == "holding"
-            os.kill(stuck.pid, signal.SIGSTOP)
-            held = {kind: n for engine in client.stats().engines for kind, n in engine.leases.items()}
-            assert held == {"transit": 1, "put": 1, "take": 1}
-            with FakeEngine(client, (slot_layout(rows=4096, planes=4, row_bytes=256),), namespace="other") as engine:
+    with (
+        DaemonProcess("cpu:1", settings) as daemon,
+        daemon.client() as client,
+        engine_process(daemon, script) as stuck,
+    ):
+        assert line(stuck) == "holding"
+        os.kill(stuck.pid, signal.SIGSTOP)
+        held = {kind: n for engine in client.stats().engines for kind, n in engine.leases.items()}
+        assert held == {"transit": 1, "put": 1, "take": 1}
+        with FakeEngine(client, (slot_layout(rows=4096, planes=4, row_bytes=256),), namespace="other") as engine:
 
-                def captured() -> bool:
-                    with contextlib.suppress(NoSpace):
-                        engine.capture("large", range(3500), range(3500))
-                        return True
-                    return False
+            def captured() -> bool:
+                with contextlib.suppress(NoSpace):
+                    engine.capture("large", range(3500), range(3500))
+                    return True
+                return False
 
-                wait_until(captured)
-            stats = client.stats()
-            assert stats.counters["leases_given_up"] == 3
-            assert [engine.leases for engine in stats.engines if engine.pid == stuck.pid] == [{}, {}]
-            assert "lease given up" in daemon.log
+            wait_until(captured)
+        stats = client.stats()
+        assert stats.counters["leases_given_up"] == 3
+        assert [engine.leases for engine in stats.engines if engine.pid == stuck.pid] == [{}, {}]
+        assert "lease given up" in daemon.log
 
 
 def test_a_client_that_does_not_read_is_dropped_and_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ A failing seed is one number: ``pytest tests/model -k SEED`` replays it.
 """
 
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -289,7 +290,12 @@ def test_the_wall_clock_decides_nothing(seed: int) -> None:
             world.step()
         world.settle()
     assert len(steady.core.effects) > 100
-    assert [repr(effect) for effect in stepped.core.effects] == [repr(effect) for effect in steady.core.effects]
+    # What is only shown may differ.
+    one, other = (
+        [re.sub(r"(_unix_s)=[^,)]*", r"\1", repr(effect)) for effect in world.core.effects]
+        for world in (steady, stepped)
+    )
+    assert one == other
 
 
 def test_the_seeds_reach_what_they_should() -> None:

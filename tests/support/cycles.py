@@ -3,7 +3,7 @@
 Engines submit without a pause, each in a thread of its own with rows of its own, through a single client. The daemon is
 started, and ended by SIGTERM or SIGKILL, time and again on the same directories. Checked: every operation ends and ends
 once, whatever is restored holds the bytes of a version that was captured, and no daemon leaves a process or a segment
-that the next one does not know.
+that the next one does not know. Whatever was published outlives them all.
 """
 
 import os
@@ -16,39 +16,67 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from stratad.client import Client
+from stratad.client import Captured, Client, Exchange, Restored, Ticket
 from stratad.errors import Busy, Lost, PeerGone, UsageError
 from tests.support.daemon import DaemonProcess
-from tests.support.engine import FakeEngine, slot_layout
+from tests.support.engine import FINGERPRINT, FakeEngine, slot_layout
 from tests.support.wait import wait_until
 
 LAYOUTS: Final = (slot_layout(), slot_layout(planes=2, row_bytes=160))
 TOKENS: Final = 300
 ROWS_EACH: Final = 512
+PART_BYTES: Final = 1_100_000  # in two pieces
 MARK: Final = "CYCLES_OF"
 # Every operation is over long before, whatever becomes of the daemon, since the next one follows at once.
 DEADLINE_S: Final = 30.0
 EXPECTED: Final = (Lost, PeerGone, Busy)
-# What a client may be told of an image that ended with its daemon, or of a transit image.
+# What a client may be told of an image that was taken, or of a transit image, which ends with its daemon.
 GONE: Final = ("unknown_conversation", "unknown_image")
+
+
+class Story:
+    """What a conversation may hold: the version that was published last, and those of which nobody knows."""
+
+    def __init__(self) -> None:
+        self._versions: list[object] = []
+        self._may_be_gone = True
+
+    def stored(self, version: object, outcome: str) -> None:
+        """Somebody tried to store a version."""
+        if outcome == "ok":
+            self._versions = [version]
+            self._may_be_gone = False
+        elif outcome == "lost":
+            self._versions.append(version)
+
+    def taken(self, outcome: str) -> None:
+        """Somebody tried to take it."""
+        self._may_be_gone |= outcome in ("ok", "lost")
+
+    def check(self, found: object, outcome: str) -> None:
+        """Somebody tried to read it."""
+        if outcome == "ok" and found not in self._versions:
+            raise AssertionError("what was read is of no version that was stored")
+        if outcome in GONE and not self._may_be_gone:
+            raise AssertionError("an image that was published is gone")
 
 
 class Submitter(threading.Thread):
     """One stream of operations on rows of its own. `wrong` says what was not as it should be."""
 
-    def __init__(self, engine: FakeEngine, number: int, seed: int) -> None:
+    def __init__(self, engine: FakeEngine, exchange: Exchange, number: int, seed: int) -> None:
         super().__init__(name=f"submitter-{number}")
         self.outcomes: Counter[str] = Counter()
         self.wrong = ""
         self._engine = engine
+        self._exchange = exchange
         self._rows = range(number * ROWS_EACH, number * ROWS_EACH + TOKENS)
         self._spare = range(number * ROWS_EACH + 200, number * ROWS_EACH + 200 + TOKENS)
-        self._conversation = f"c{number}"
+        self._conversation, self._parts = f"c{number}", f"p{number}"
         self._tokens = [number * 1_000_000 + token for token in range(TOKENS)]
         self._random = random.Random(seed)
         self._over = threading.Event()
-        # What the conversation may hold: the version that was published last, and those of which nobody knows.
-        self._versions: list[list[list[bytes]]] = []
+        self._captured, self._put_in = Story(), Story()
         self._operations: tuple[Callable[[], str], ...] = (
             self._capture,
             self._capture,
@@ -56,6 +84,8 @@ class Submitter(threading.Thread):
             self._restore,
             self._take,
             self._slot_copy,
+            self._put,
+            self._get,
             self._look,
         )
 
@@ -77,21 +107,12 @@ class Submitter(threading.Thread):
         except Exception as exc:  # noqa: BLE001 - a thread's failure is the test's
             self.wrong = f"{self.name}: {type(exc).__name__}: {exc}"
 
-    def _end(self, ticket: "object") -> str:
+    def _end(self, ticket: Ticket[Captured] | Ticket[Restored]) -> str:
         """Wait for an operation's end and for its rows."""
-        result = ticket.result  # type: ignore[attr-defined]
-        try:
-            result()
-            outcome = "ok"
-        except EXPECTED as error:
-            outcome = error.code
-        except UsageError as error:
-            if error.code not in GONE:
-                raise
-            outcome = error.code
-        if not ticket.wait_rows_free(DEADLINE_S):  # type: ignore[attr-defined]
+        outcome = outcome_of(ticket.result)
+        if not ticket.wait_rows_free(DEADLINE_S):
             raise AssertionError("rows are busy for ever")
-        if not ticket.done():  # type: ignore[attr-defined]
+        if not ticket.done():
             raise AssertionError("an operation that ended is not done")
         return outcome
 
@@ -107,27 +128,43 @@ class Submitter(threading.Thread):
     def _capture(self) -> str:
         version = self._write()
         outcome = self._end(self._engine.engine.capture(self._conversation, self._tokens, self._rows))
-        if outcome == "ok":
-            self._versions = [version]
-        elif outcome == "lost":
-            self._versions.append(version)
+        self._captured.stored(version, outcome)
         return outcome
 
     def _restore(self) -> str:
         self._write()
         outcome = self._end(self._engine.engine.restore(self._conversation, self._rows))
-        self._check(outcome)
+        self._captured.check(self._engine.contents(self._rows, TOKENS), outcome)
         return outcome
 
     def _take(self) -> str:
         self._write()
         outcome = self._end(self._engine.engine.take(self._conversation, self._rows))
-        self._check(outcome)
+        self._captured.check(self._engine.contents(self._rows, TOKENS), outcome)
+        self._captured.taken(outcome)
         return outcome
 
-    def _check(self, outcome: str) -> None:
-        if outcome == "ok" and self._engine.contents(self._rows, TOKENS) not in self._versions:
-            raise AssertionError("restored bytes are of no version that was captured")
+    def _put(self) -> str:
+        version = self._random.randbytes(PART_BYTES)
+
+        def put() -> None:
+            with self._exchange.put(self._parts, deadline_s=DEADLINE_S) as parts:
+                parts.add("part", version)
+
+        outcome = outcome_of(put)
+        self._put_in.stored(version, outcome)
+        return outcome
+
+    def _get(self) -> str:
+        found = bytearray(PART_BYTES)
+
+        def get() -> None:
+            with self._exchange.get(self._parts, deadline_s=DEADLINE_S) as parts:
+                parts.read_into("part", found)
+
+        outcome = outcome_of(get)
+        self._put_in.check(found, outcome)
+        return outcome
 
     def _slot_copy(self) -> str:
         version = self._write()
@@ -145,6 +182,19 @@ class Submitter(threading.Thread):
         return "miss" if found is None else "hit"
 
 
+def outcome_of(call: Callable[[], object]) -> str:
+    """``ok``, or the code of an error that a client must expect of a daemon that may end at any time."""
+    try:
+        call()
+    except EXPECTED as error:
+        return error.code
+    except UsageError as error:
+        if error.code not in GONE:
+            raise
+        return error.code
+    return "ok"
+
+
 class Cycles:
     """Runs cycles and keeps count. Use as a context manager, in a process that may start daemons."""
 
@@ -152,10 +202,11 @@ class Cycles:
         self.random = random.Random(seed)
         self.ends: Counter[str] = Counter()
         self.slowest_end_s = 0.0
-        self.daemon = DaemonProcess("cpu:2", environ={MARK: str(os.getpid())})
+        self.daemon = DaemonProcess("cpu:2", {"ram.keep": "true"}, environ={MARK: str(os.getpid())})
         self._count = submitters
         self._client: Client
         self._engine: FakeEngine
+        self._exchange: Exchange
         self._submitters: list[Submitter] = []
 
     @property
@@ -169,8 +220,10 @@ class Cycles:
         self._engine = FakeEngine(self._client, LAYOUTS)
         self._engine.fill()
         self._engine.register()
+        self._exchange = self._client.exchange("cpu:0", "parts", FINGERPRINT, 4 * PART_BYTES)
         self._submitters = [
-            Submitter(self._engine, number, self.random.randrange(1 << 30)) for number in range(self._count)
+            Submitter(self._engine, self._exchange, number, self.random.randrange(1 << 30))
+            for number in range(self._count)
         ]
         for submitter in self._submitters:
             submitter.start()
@@ -208,6 +261,8 @@ class Cycles:
             if late := self._client.statistics()["unknown_replies"]:
                 raise AssertionError(f"{late} replies to calls that had ended")
             self._client.clear("ns")
+            self._client.clear("parts")
+            self._exchange.close()
             self._engine.engine.unregister()
             self._engine.close()
             self._client.close()

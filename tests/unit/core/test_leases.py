@@ -167,8 +167,10 @@ def test_what_an_operation_belongs_to_is_in_use(core: Harness, kind: str) -> Non
             exchange.get(number, 0, PART_BYTES)
     other = core.register(OTHER, stages=1, namespace="other")
     stuck = core.core.state.engines[engine]  # as if the operation took for ever
-    for held in (*stuck.puts.values(), *stuck.gets.values()):
-        held.used_s -= DAY_S
+    for put in stuck.puts.values():
+        put.used_s -= DAY_S
+    for get in stuck.gets.values():
+        get.used_s -= DAY_S
     for image in stuck.transits.values():
         image.held_s -= DAY_S
     seq = core.capture(other, "wanted", range(1024), client=OTHER, deadline_s=1.0)
