@@ -483,7 +483,7 @@ class Pump:
             call.reply = reply
             self._finish(call)
         elif isinstance(reply, Failed):
-            if reply.code == "stopping" and _never_begun(reply) and self._wait_for_next(link, call):
+            if reply.code == "stopping" and self._wait_for_next(link, call, reply):
                 return
             failed = error_for(
                 reply.code, reply.message, stage=reply.stage, stages=reply.stages, detail=dict(reply.detail)
@@ -497,9 +497,13 @@ class Pump:
         else:
             self._drop(link, reply.seq, f"the daemon answered {call.name} with {kind.__name__}")
 
-    def _wait_for_next(self, link: Connection, call: Call) -> bool:
-        """Queue a call that a stopping daemon turned away for the next one; False where nobody wants it any more."""
+    def _wait_for_next(self, link: Connection, call: Call, failed: Failed) -> bool:
+        """Queue a call that a stopping daemon turned away for the next one; False where it did some of it that cannot
+        be repeated, or nobody wants it any more.
+        """
         if call.abandoned or call.unwanted or call.bound:
+            return False
+        if not _never_begun(failed) and not (call.retry and call.level < SOURCE_FREE):
             return False
         call.level = QUEUED
         call.not_on = link

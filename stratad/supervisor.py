@@ -70,6 +70,8 @@ BAD_FRAME_LIMIT: Final = 16
 ACCEPT_LIMIT: Final = 16
 HELLO_BYTES: Final = 1024  # more is not read of a peer that nobody has vouched for
 LONGEST_WAIT_S: Final = 60.0
+# Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
+STILL_S: Final = 0.5
 # What may follow the time for a graceful stop: SIGKILL, its proof (10 s), and freeing a large arena.
 END_S: Final = 30.0
 
@@ -134,8 +136,13 @@ class Supervisor:
             self._turn()
 
     def _turn(self) -> None:
-        ready = [key for key, _ in self._poller.poll(self._wait_ms())]
+        wait_ms, before_s = self._wait_ms(), self._now.now_s
+        ready = [key for key, _ in self._poller.poll(wait_ms)]
         now = self._tell_time()
+        lost_s = now.now_s - before_s - wait_ms / 1000.0
+        if lost_s > STILL_S:  # stopped, or held up by a call: others did their work meanwhile, and nobody looked
+            log.warning("the daemon's loop stood still", extra=fields(for_s=round(lost_s, 3)))
+            self._event(functools.partial(self._core.stood_still, lost_s))
         if self._workers.socket in ready:  # before the descriptors: what a dead worker still said counts
             self._on_workers()
         if self._clients.socket in ready:

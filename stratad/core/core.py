@@ -119,6 +119,19 @@ class Core:
         state.due_s = self._exact_due_s()
         return self._end()
 
+    def stood_still(self, lost_s: float, at: Instant) -> list[Effect]:
+        """The daemon itself did nothing for so long: that is not held against its workers, whose answers may lie
+        unread, and who may have been stopped with it.
+        """
+        state = self._begin(at)
+        state.count("stood_still")
+        for worker in state.workers.values():
+            if worker.state is WorkerState.STARTING:
+                worker.born_s += lost_s
+            for op, stage in worker.jobs.values():
+                op.stages[stage].deadline_s += lost_s
+        return self._end()
+
     @property
     def due_s(self) -> float:
         """When `tick` is due (monotonic; infinite: nothing waits for time). It may be early, never late."""

@@ -7,7 +7,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ipc.messages import Acknowledge, Cancel, Capture, Failed, Lookup, Register, Reply, Request, Restore, StageOutcome
+from ipc.messages import (
+    Acknowledge,
+    Cancel,
+    Capture,
+    Failed,
+    Lookup,
+    Progress,
+    Register,
+    Reply,
+    Request,
+    Restore,
+    StageOutcome,
+)
 from shm.rows import pack_rows
 from stratad import _registration
 from stratad.errors import Busy, Lost
@@ -62,6 +74,23 @@ def test_a_call_that_was_turned_away_is_not_sent_to_the_same_daemon_again(tmp_pa
         with FakeDaemon.start(tmp_path, start_id=b"2" * 16) as second:
             ticket.result()
             assert len(second.of(Capture)) == 1
+            client.close()
+
+
+def test_a_capture_that_one_stage_had_ended_is_repeated_as_long_as_its_rows_are_not_free(tmp_path: Path) -> None:
+    partly = stopping(StageOutcome(0, "done"), StageOutcome(1, "failed", "stopping"))
+    with rig(tmp_path) as (first, client, engine, _):
+        first.script[Capture] = partly
+        ticket = engine.capture("chat", [1], range(1))
+        first.expect(Capture)
+        first.script[Capture] = lambda request: [Progress(request.seq, "source_free"), *partly(request)]
+        with pytest.raises(Busy, match="stopping"):
+            engine.capture("other", [1], range(1, 2)).result()
+        assert ticket.rows_busy
+        first.stop()
+        with FakeDaemon.start(tmp_path, start_id=b"2" * 16) as second:
+            ticket.result()
+            assert [request.conversation for request in second.of(Capture)] == ["chat"]
             client.close()
 
 
