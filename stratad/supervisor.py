@@ -651,7 +651,9 @@ class Supervisor:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
-        """Close sockets and descriptors, end the template."""
+        """Close sockets and descriptors, end the template. The lifelines come first: a client that is told by them takes
+        the last replies in, which its ZeroMQ drops as soon as ours has closed.
+        """
         for link in self._links:
             self._close_lifeline(link.lifeline)
             self._close_pidfd(link)

@@ -78,13 +78,14 @@ def open_files(daemon: DaemonProcess) -> int:
 def test_an_engine_killed_in_a_capture_holds_nothing_and_its_successor_goes_on_at_once() -> None:
     """Its mappings are closed long before a copy as slow as this one would have ended, and no name stays blocked."""
     script = """
-engine = FakeEngine(client, (slot_layout(rows=1024, planes=4, row_bytes=1024),) * 2)
+engine = FakeEngine(client, (slot_layout(rows=9216, planes=1, row_bytes=64),) * 2)
 engine.fill(); engine.register()
-engine.engine.capture("a", range(900), range(900))
+engine.engine.capture("a", range(9000), range(9000))
 ready("copying"); wait()
 """
-    # 3.7 MB a stage would take 37 s, a slice of 1 MiB takes more than ten.
-    settings = {"cpu_device.link_bytes_per_s": "2e6", "copy.slice_bytes": "64KiB"}
+    # 576 KB a stage would take 14 s, a slice of 64 KiB takes not quite 2.
+    settings = {"cpu_device.link_bytes_per_s": "4e4", "copy.slice_bytes": "64KiB"}
+    layouts = (slot_layout(rows=9216, planes=1, row_bytes=64),) * 2
     with DaemonProcess("cpu:2", settings) as daemon, daemon.client() as client:
         with engine_process(daemon, script) as first:
             assert line(first) == "copying"
@@ -92,7 +93,7 @@ ready("copying"); wait()
             first.kill()
             first.wait()
             # The same engine comes back under another pid while the old one's memory is still being read.
-            with FakeEngine(client, SLICED, seed=2) as second:
+            with FakeEngine(client, layouts, seed=2) as second:
                 expected = second.contents(range(40), 40)
                 second.capture("a", range(40), range(40))
                 wait_until(lambda: pools(client) == [1, 1])
@@ -212,7 +213,7 @@ def test_a_client_that_does_not_read_is_dropped_and_costs_little(monkeypatch: py
         deaf = Connection.open(context, paths, "deaf", time.monotonic() + 10.0)
         try:
             sent = 0
-            while not deaf.ended() and sent < 3000:  # each answer has some 20 KB
+            while sent < 600:  # each answer has some 20 KB; not so many that there is no room for more
                 sent += deaf.send(encode(Show(sent + 1, "ns", "many chunks")))
                 if sent % 50 == 0:
                     assert client.stats().health == "ok"  # nobody else waits
@@ -223,6 +224,15 @@ def test_a_client_that_does_not_read_is_dropped_and_costs_little(monkeypatch: py
         finally:
             deaf.close()
         wait_until(lambda: open_files(daemon) == files)
+        # Nor does one hold up a stop, whatever waits for it.
+        deaf = Connection.open(context, paths, "deaf", time.monotonic() + 10.0)
+        try:
+            for number in range(200):
+                deaf.send(encode(Show(number + 1, "ns", "many chunks")))
+            wait_until(lambda: client.stats().counters["clients_dropped"] == 1)
+            assert daemon.stop() == 0
+        finally:
+            deaf.close()
 
 
 def test_a_client_whose_link_ends_before_its_lifeline_is_dropped_when_it_is_answered() -> None:

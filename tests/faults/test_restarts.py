@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from shm.process import is_gone
@@ -132,6 +133,29 @@ def test_an_upgrade_in_the_middle_of_copies_is_no_more_than_a_pause() -> None:
             engine.restore(f"c{number}", parts[number])
             assert engine.contents(parts[number], 200) == expected[number]
         assert client.statistics()["unknown_replies"] == 0
+
+
+def test_signals_to_every_process_at_once_and_again_lose_nothing() -> None:
+    """As service managers send them. The copy in flight ends first."""
+    with DaemonProcess("cpu:2", SLOW) as daemon, engine_on(daemon) as (client, engine):
+        expected = engine.contents(ROWS, TOKENS)
+        ticket = engine.engine.capture("a", ROWS, ROWS)
+        copying(daemon)
+        everybody = [process.pid for process in psutil.Process(daemon.pid).children(recursive=True)]
+        with ThreadPoolExecutor(1) as threads:
+            result = threads.submit(ticket.result)
+            for _ in range(3):
+                for pid in (daemon.pid, *everybody):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+            assert daemon.ended() == 0
+            assert "second signal to stop: already stopping" in daemon.log
+            assert result.result().tokens == TOKENS
+        assert client.statistics()["connections"] == 1
+        daemon.start()
+        engine.fill()
+        engine.restore("a", ROWS)
+        assert engine.contents(ROWS, TOKENS) == expected
 
 
 def test_a_daemon_that_stands_still_ends_no_call_late_and_no_worker_early() -> None:

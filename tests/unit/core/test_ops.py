@@ -329,6 +329,23 @@ def test_least_recently_used_images_make_room(make_core: MakeCore) -> None:
     assert core.core.state.catalog.used_bytes <= MIB
 
 
+def test_what_a_restore_reads_is_never_evicted_whatever_the_clock_says(make_core: MakeCore) -> None:
+    core = make_core(1, budget_bytes=MIB, shuttle_bytes=2 * MIB, arena_bytes=2 * MIB, job_floor_s=7200.0)
+    core.connect()
+    engine = core.register(stages=1)
+    core.capture(engine, "a", range(700))
+    core.finish_all()
+    restoring = core.restore(engine, "a", 700)
+    core.content = lambda stage, chunk: b"new" + bytes([stage, chunk]) + b"x" * 11
+    capturing = core.capture(engine, "b", range(700), first_row=2000, deadline_s=7200.0)
+    core.tick(3000.0)
+    assert [image.conversation for image in core.core.state.catalog.images.values()] == ["a"]
+    assert len(core.jobs("cpu:0")) == 1
+    core.finish_all()
+    assert isinstance(core.final(1, restoring), Restored)
+    assert isinstance(core.final(1, capturing), Captured)
+
+
 def test_no_space_evicts_nothing(make_core: MakeCore) -> None:
     core = make_core(1, budget_bytes=MIB, shuttle_bytes=2 * MIB, arena_bytes=2 * MIB)
     core.connect()
