@@ -580,7 +580,9 @@ class Supervisor:
         if link is None or not link.identity:
             return
         if isinstance(message, StatsReply):
-            message = msgspec.structs.replace(message, memory=ledger.resident(self._members(message)))
+            message = msgspec.structs.replace(
+                message, memory=ledger.resident(self._members(message)), journal_bytes=self._journal.file_bytes
+            )
         try:
             frame = encode(message)
         except EncodeError as exc:
@@ -651,8 +653,8 @@ class Supervisor:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
-        """Close sockets and descriptors, end the template. The lifelines come first: a client that is told by them takes
-        the last replies in, which its ZeroMQ drops as soon as ours has closed.
+        """Close sockets and descriptors, end the template. The lifelines come first: a client that is told by them
+        takes the last replies in, which its ZeroMQ drops as soon as ours has closed.
         """
         for link in self._links:
             self._close_lifeline(link.lifeline)
