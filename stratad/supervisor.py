@@ -70,6 +70,8 @@ BAD_FRAME_LIMIT: Final = 16
 ACCEPT_LIMIT: Final = 16
 HELLO_BYTES: Final = 1024  # more is not read of a peer that nobody has vouched for
 LONGEST_WAIT_S: Final = 60.0
+# For the last answers of a worker that has gone; milliseconds, unless the host is very busy.
+LAST_WORDS_S: Final = 0.25
 # Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
 STILL_S: Final = 0.5
 # What may follow the time for a graceful stop: SIGKILL, its proof (10 s), and freeing a large arena.
@@ -304,7 +306,21 @@ class Supervisor:
         for proc, reason in gone:
             self._unwatch(proc.pidfd)
             os.close(proc.pidfd)
+            link = self._worker_links.get(proc.worker)
+            if link is not None and link.generation == proc.generation:
+                self._hear_out(proc.worker, link)
             self._worker_ended(proc.worker, proc.generation, reason)
+
+    def _hear_out(self, worker: str, link: WorkerLink) -> None:
+        """Take in what a worker said before its end: its last answers may still be in the hands of ZeroMQ's thread,
+        which lets go of a peer only once everything that came from it was read.
+        """
+        until_s = time.monotonic() + LAST_WORDS_S
+        while link.greeted and self._core.state.workers[worker].jobs and time.monotonic() < until_s:
+            self._on_workers()
+            if self._workers.send(link.identity, b"") is Sent.UNREACHABLE:
+                return
+            self._workers.socket.poll(1)
 
     def _worker_ended(self, worker: str, generation: int, reason: str) -> None:
         link = self._worker_links.get(worker)
@@ -362,8 +378,9 @@ class Supervisor:
         """Its end says that the worker is going; only its pidfd says that it is gone."""
         if lifeline.drain() is Life.ENDED:
             self._unwatch(lifeline.fileno())
-            for link in self._worker_links.values():
+            for worker, link in list(self._worker_links.items()):
                 if link.channel.lifeline is lifeline:
+                    self._hear_out(worker, link)
                     link.greeted = False  # whoever speaks in its name from now on is somebody else
 
     def _add_client(self, lifeline: Lifeline) -> None:
