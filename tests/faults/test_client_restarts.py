@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -148,8 +148,8 @@ def test_signals_to_every_process_at_once_and_again_lose_nothing() -> None:
                 for pid in (daemon.pid, *everybody):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGTERM)
+                wait_until(lambda: "stopping within_s" in daemon.log)
             assert daemon.ended() == 0
-            assert "second signal to stop: already stopping" in daemon.log
             assert result.result().tokens == TOKENS
         assert client.statistics()["connections"] == 1
         daemon.start()
@@ -189,6 +189,40 @@ def test_a_daemon_that_stands_still_ends_no_call_late_and_no_worker_early() -> N
         assert [worker.deaths for worker in stats.workers] == [0, 0]
         assert stats.counters["stood_still"] >= 1
         assert "loop stood still" in daemon.log
+
+
+def test_what_a_worker_had_answered_before_it_died_is_done() -> None:
+    """The news of its death overtakes the answer."""
+    with DaemonProcess("cpu:1", SLOW) as daemon, daemon.client() as client, FakeEngine(client, SLICED[:1]) as engine:
+        expected = engine.contents(ROWS, TOKENS)
+        engine.capture("a", ROWS, ROWS)
+        engine.fill()
+        process = engine.engine.workers[0]
+        worker = process.pid
+        ticket = engine.engine.restore("a", ROWS)
+        copying(daemon)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: engine.contents(ROWS, TOKENS) == expected)
+            wait_until(quiet(worker))
+            os.kill(worker, signal.SIGKILL)
+            wait_until(lambda: is_gone(worker, process.start_ticks))
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert ticket.result().tokens == TOKENS
+        wait_until(lambda: client.stats().workers[0].deaths == 1)
+        client.clear("ns")
+
+
+def quiet(pid: int) -> Callable[[], bool]:
+    """A predicate: the process has used no CPU while it was asked several times."""
+    seen: list[object] = []
+
+    def same_as_before() -> bool:
+        seen.append(psutil.Process(pid).cpu_times())
+        return len(seen) > 8 and len(set(seen[-8:])) == 1
+
+    return same_as_before
 
 
 def test_a_client_whose_daemon_stands_still_can_be_closed() -> None:
