@@ -87,23 +87,22 @@ def test_a_late_scatter_never_lands_in_rows_that_the_engine_may_write() -> None:
     faults = {"cpu:0/restore.slow_copy_s": "0.05", "cpu:1/restore.slow_copy_s": "0.05"}
     with DaemonProcess("cpu:2", KEEP, faults) as daemon, engine_on(daemon) as (_, engine):
         engine.capture("a", ROWS, ROWS)
-        for _ in range(2):
-            engine.fill()
-            before = engine.contents(range(256), 256)
-            former = engine.engine.workers
-            ticket = engine.engine.restore("a", ROWS)
-            wait_until(lambda b=before: engine.contents(range(256), 256) != b)  # type: ignore[misc]
-            daemon.kill()
-            with pytest.raises(Lost):
-                ticket.result(deadline_s=5.0)
-            assert ticket.wait_rows_free(10.0)
-            assert all(is_gone(worker.pid, worker.start_ticks) for worker in former)
-            engine.fill()
-            mine = engine.everything()
-            daemon.start()
-            assert engine.engine.lookup(ROWS) is not None
-            assert engine.everything() == mine
-            engine.restore("a", range(300, 300 + TOKENS))
+        engine.fill()
+        before = engine.contents(range(256), 256)
+        former = engine.engine.workers
+        ticket = engine.engine.restore("a", ROWS)
+        wait_until(lambda: engine.contents(range(256), 256) != before)
+        daemon.kill()
+        with pytest.raises(Lost):
+            ticket.result(deadline_s=5.0)
+        assert ticket.wait_rows_free(10.0)
+        assert all(is_gone(worker.pid, worker.start_ticks) for worker in former)
+        engine.fill()
+        mine = engine.everything()
+        daemon.start()
+        assert engine.engine.lookup(ROWS) is not None
+        assert engine.everything() == mine
+        engine.restore("a", range(300, 300 + TOKENS))
 
 
 def test_an_upgrade_in_the_middle_of_copies_is_no_more_than_a_pause() -> None:

@@ -234,7 +234,7 @@ class Cycles:
     def cycle(self) -> None:
         """End the daemon that runs at a random instant, however far its start has come, and start the next."""
         if self.random.random() < SERVING_SHARE:
-            self._client.stats()
+            wait_until(lambda: self._client.stats().health == "ok", DEADLINE_S)
             pause_s = self.random.uniform(0.0, 0.3)
         else:
             pause_s = self.random.uniform(0.0, 0.5)
