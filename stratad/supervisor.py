@@ -31,7 +31,7 @@ from ipc.messages import (
     WorkerSpec,
 )
 from ipc.server import FLUSH_S, Incoming, Sent
-from shm.process import open_pidfd, start_ticks
+from shm.process import open_pidfd, pidfd_ended, start_ticks
 from shm.shuttle import unlink
 from stratad import ledger
 from stratad.access import Access
@@ -184,7 +184,7 @@ class Supervisor:
                 self._drop_deaf(link, why)
 
     def _drop_deaf(self, link: ClientLink, why: str) -> None:
-        log.warning("client dropped: %s", why, extra=fields(client=link.client, pid=link.lifeline.peer.pid))
+        log.info("client dropped: %s", why, extra=fields(client=link.client, pid=link.lifeline.peer.pid))
         self._core.state.count("clients_dropped")
         self._drop_client(link)
 
@@ -390,7 +390,7 @@ class Supervisor:
         # The end of its lifeline tells of its end, unless a process that it forked keeps a copy.
         with contextlib.suppress(OSError):  # another pid namespace, no descriptor: then the lifeline alone tells
             link.pidfd = open_pidfd(peer.pid, peer.start_ticks)
-            self._watch(link.pidfd, lambda: self._drop_client(link))
+            self._watch(link.pidfd, lambda: self._on_client_process(link))
         self._event(lambda at: self._core.client_connected(link.client, peer.pid, peer.uid, peer.start_ticks, at))
 
     def _on_client_lifeline(self, link: ClientLink) -> None:
@@ -399,6 +399,11 @@ class Supervisor:
         elif link.lifeline.full:
             link.paused = True
             self._epoll.modify(link.lifeline.fileno(), 0)
+
+    def _on_client_process(self, link: ClientLink) -> None:
+        """It was asked for by the number of a descriptor, which may be another's by now."""
+        if link.pidfd >= 0 and pidfd_ended(link.pidfd):
+            self._drop_client(link)
 
     def _drop_client(self, link: ClientLink) -> None:
         if not self._links.remove(link):

@@ -282,7 +282,7 @@ class Cycles:
     def _raise_wrong(self) -> None:
         for submitter in self._submitters:
             if submitter.wrong:
-                raise AssertionError(submitter.wrong)
+                raise AssertionError(f"{submitter.wrong}\n{self.daemon.log[-6000:]}")
 
 
 def marked_processes() -> list[int]:
