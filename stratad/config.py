@@ -97,6 +97,8 @@ class DeadlinesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     job_floor_s: Seconds = 10.0
     link_floor_bytes_per_s: Annotated[float, Meta(ge=1e3, le=1e15)] = 200e6
     stop_s: Seconds = 10.0
+    lease_s: Seconds = 60.0
+    unread_s: Seconds = 60.0
 
 
 class AccessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

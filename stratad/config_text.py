@@ -33,6 +33,8 @@ MEANINGS: Final[dict[str, str]] = {
     "deadlines.job_floor_s": "seconds that every job may take, beside the time for its bytes",
     "deadlines.link_floor_bytes_per_s": "bytes a second: a job that copies slower than this is taken for hung",
     "deadlines.stop_s": "seconds for operations in flight to end when the daemon stops",
+    "deadlines.lease_s": "seconds without use after which a put, get, transit image or take ends if others need it",
+    "deadlines.unread_s": "seconds after which a client that does not read what the daemon sends is dropped",
     "restarts.backoff_first_s": "seconds before a worker that died is started again; doubles with each death in a row",
     "restarts.backoff_cap_s": "seconds of the longest wait before a restart, at least restarts.backoff_first_s",
     "restarts.give_up_after": "deaths in a row after which a worker is not started again",

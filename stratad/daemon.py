@@ -99,6 +99,7 @@ def run(config: Config, notifier: Notifier) -> int:
             journal=journal,
             lock=lock,
             stop_s=config.deadlines.stop_s,
+            unread_s=config.deadlines.unread_s,
             notifier=notifier,
         )
         stack.callback(lambda: supervisor.close(TEMPLATE_END_S))
@@ -249,6 +250,7 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
         job_floor_s=config.deadlines.job_floor_s,
         link_floor_bytes_per_s=config.deadlines.link_floor_bytes_per_s,
         grow_again_s=config.ram.grow_again_s,
+        lease_s=config.deadlines.lease_s,
         restarts=RestartPolicy(restarts.backoff_first_s, restarts.backoff_cap_s, restarts.give_up_after),
         memory=MemorySettings(
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after

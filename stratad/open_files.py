@@ -7,8 +7,8 @@ from typing import Final
 from ipc.logs import fields
 
 log = logging.getLogger(__name__)
-# Of each client: its lifeline and its ZeroMQ connection; pools keep one descriptor a stage.
-PER_CLIENT: Final = 2
+# Of each client: its lifeline, its pidfd and its ZeroMQ connection; pools keep one descriptor a stage.
+PER_CLIENT: Final = 3
 POOLS_PER_CLIENT: Final = 8
 # Sockets, pidfds, logs, libraries, and accepting one too many to tell him so.
 OWN: Final = 64

@@ -112,6 +112,7 @@ class Core:
         jobs.check_deadlines(state)
         queue.expire(state)
         registration.expire(state)
+        registration.stop_copies(state)
         service.answer_stats(state, late=True)
         memory.tick(state)
         if state.stopping:
@@ -120,6 +121,19 @@ class Core:
             if not client.greeted and client.hello_by_s <= state.now_s:
                 state.out.append(DropClient(client.client))
         state.due_s = self._exact_due_s()
+        return self._end()
+
+    def stood_still(self, lost_s: float, at: Instant) -> list[Effect]:
+        """The daemon itself did nothing for so long: that is not held against its workers, whose answers may lie
+        unread, and who may have been stopped with it.
+        """
+        state = self._begin(at)
+        state.count("stood_still")
+        for worker in state.workers.values():
+            if worker.state is WorkerState.STARTING:
+                worker.born_s += lost_s
+            for op, stage in worker.jobs.values():
+                op.stages[stage].deadline_s += lost_s
         return self._end()
 
     @property
@@ -145,6 +159,7 @@ class Core:
         due.extend(op.deadline_s for op in state.waiting.values())
         due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
         due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
+        due.extend(state.engines[engine_id].stop_copies_s for engine_id in state.closing)
         return min(due, default=math.inf)
 
     def sampled(self, found: Sequence[tuple[Target, Reading | None]], at: Instant) -> list[Effect]:
@@ -179,7 +194,7 @@ class Core:
             state.stats_requests = [r for r in state.stats_requests if r.client != client]
             state.memory.asked = [entry for entry in state.memory.asked if entry[0] != client]
             for engine_id in tuple(record.engines):
-                registration.close(state, state.engines[engine_id])
+                registration.orphan(state, state.engines[engine_id])
             queue.pump(state)
         return self._end()
 

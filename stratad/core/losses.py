@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from ipc.messages import ShuttleFailed
 from shm.extent import ChunkPlace
-from stratad.core import arenas, exchange, jobs, journaling
+from stratad.core import arenas, jobs, journaling, leases
 from stratad.core.effects import UnlinkSegment
 from stratad.core.images import Image, Staged
 from stratad.core.ops import Operation, OpState, StageState
@@ -53,7 +53,7 @@ def lose_shuttle(state: State, worker: Worker, index: int, why: str) -> None:
         for put in list(engine.puts.values()):
             stored = [piece.stored.staged for piece in put.pieces() if piece.stored is not None]
             if any(_reserved_in(staged, worker, index) for staged in stored):
-                exchange.end_put(state, engine, put)
+                leases.end_put(state, engine, put)
         for slot, image in list(engine.transits.items()):
             if state.catalog.lies_in(image, worker.name, index):
                 del engine.transits[slot]

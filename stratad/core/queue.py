@@ -1,7 +1,7 @@
 """Operations that wait: for a worker, a pool, a shuttle or space."""
 
 from ipc.messages import Progress
-from stratad.core import arenas, jobs, journaling
+from stratad.core import arenas, jobs, journaling, leases
 from stratad.core.failures import Refusal
 from stratad.core.images import Draft, needed_granules
 from stratad.core.intake import raise_fences
@@ -160,7 +160,7 @@ def _space(state: State, op: Operation) -> str:
             arenas.tend(state, worker)
             return f"shuttles of {name}"
     try:
-        victims = state.catalog.victims(draft, need)
+        victims = leases.with_room(state, op.client, lambda: state.catalog.victims(draft, need))
     except Refusal as refusal:
         if refusal.code == "no_space" and any(other.state is OpState.COPYING for other in state.ops.values()):
             return "space held by operations in flight"

@@ -51,6 +51,7 @@ class Settings:
     link_floor_bytes_per_s: float
     restarts: RestartPolicy
     grow_again_s: float = 10.0  # between tries to make a shuttle for which something was missing
+    lease_s: float = 60.0
     memory: MemorySettings = field(default_factory=MemorySettings)
     admins: frozenset[int] = frozenset()
     shown: tuple[tuple[str, str], ...] = ()
@@ -168,13 +169,14 @@ class Engine:
     closing: bool = False
     marks: dict[int, str] = field(default_factory=dict)
     ops: int = 0
-    takes: set[int] = field(default_factory=set)
+    takes: dict[int, float] = field(default_factory=dict)  # images taken and not acknowledged, and since when
     transits: dict[int, Image] = field(default_factory=dict)  # transit images by slot
     exchange: bool = False
     puts: dict[int, Put] = field(default_factory=dict)
     gets: dict[int, Get] = field(default_factory=dict)
     unmapping: set[int] = field(default_factory=set)  # pools whose worker has been told to close them
     unregister_seq: int | None = None  # request that waits for that
+    stop_copies_s: float = math.inf  # of one whose process is gone: when what is still copied for it is stopped
     # Read off the stages, which never change. Equal layouts are one object here: most engines have one or two kinds of
     # stages, and what an operation asks of a layout is then asked once a kind.
     layouts: tuple[StageLayout, ...] = field(init=False)

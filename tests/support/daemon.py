@@ -116,6 +116,17 @@ class DaemonProcess:
 
     def start(self, answers_within_s: float = START_S) -> Self:
         """Start it and wait until it answers."""
+        self.launch()
+        try:
+            with self.client(deadline_s=answers_within_s):
+                pass
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def launch(self) -> None:
+        """Start it and wait for nothing."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATAD_")}
         environ |= self._environ
         if self._runtime:
@@ -132,13 +143,6 @@ class DaemonProcess:
                 group=self._uid,
                 extra_groups=groups,
             )
-        try:
-            with self.client(deadline_s=answers_within_s):
-                pass
-        except BaseException:
-            self.kill()
-            raise
-        return self
 
     def client(self, deadline_s: float = 20.0) -> Client:
         """A new client of this daemon."""
@@ -156,10 +160,20 @@ class DaemonProcess:
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         """Kill the supervisor alone and reap it; returns its exit status."""
+        self.signal(number)
+        assert self._process is not None
+        return self._process.wait(STOP_S)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the supervisor, if it runs."""
         assert self._process is not None
         if self._process.poll() is None:
             os.kill(self.pid, number)
-        return self._process.wait(STOP_S)
+
+    def ended(self, timeout_s: float = STOP_S) -> int:
+        """Wait for its end; returns its exit status."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
 
     def segments(self) -> list[str]:
         """Names in /dev/shm that belong to this instance."""
