@@ -1,0 +1,335 @@
+"""Everything around the core: processes, their memory, the connections between them; and the carrying out of effects."""
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from ipc.messages import CaptureJob, CopyJob, Failed, Progress, Reply, RestoreJob
+from shm.extent import GRANULE_BYTES
+from shm.header import segment_name
+from stratad.core.core import Core
+from stratad.core.effects import (
+    CloseDescriptor,
+    DropClient,
+    Effect,
+    ForwardDescriptor,
+    KillWorker,
+    LogLine,
+    ReplyTo,
+    SampleMemory,
+    SendTo,
+    SpawnWorker,
+    UnlinkSegment,
+)
+from stratad.core.memory_tracks import MemorySettings, Reading, Target
+from stratad.core.restarts import RestartPolicy
+from stratad.core.state import Instant, Settings
+from tests.support.simulation.client import SimClient
+from tests.support.simulation.content import CHUNK_TOKENS, InvariantViolated, Pool, Segment, check
+from tests.support.simulation.engine import EXCHANGE, PLAIN, STATEFUL, SimEngine
+from tests.support.simulation.guard import Cause, Guard
+from tests.support.simulation.tally import Tally
+from tests.support.simulation.worker import SimWorker
+
+MIB: Final = 1 << 20
+FIRST_PID: Final = 1000
+
+
+class CoreCrashed(Exception):
+    """The core raised something: a bug, but no invariant's finding."""
+
+
+@dataclass(slots=True, eq=False)
+class World:
+    """One history. `processes` are all workers' processes that are not gone, also those of a daemon that is."""
+
+    rng: random.Random
+    tally: Tally
+    story: Callable[[str], None] | None = None
+    now_s: float = 100.0
+    clock_s: float = 1e9  # what the wall clock is ahead of the monotonic one
+    devices: list[str] = field(default_factory=list)
+    shared: dict[str, Segment] = field(default_factory=dict)
+    processes: list[SimWorker] = field(default_factory=list)
+    current: dict[str, SimWorker] = field(default_factory=dict)  # whom the supervisor talks to, by worker
+    orders: deque[tuple[str, int]] = field(default_factory=deque)  # workers to be forked
+    doomed_orders: set[tuple[str, int]] = field(default_factory=set)  # to be killed as soon as they are
+    exits: deque[SimWorker] = field(default_factory=deque)  # ends that the supervisor has not noticed
+    clients: list[SimClient] = field(default_factory=list)
+    by_number: dict[int, SimClient] = field(default_factory=dict)
+    next_client: int = 0
+    next_pid: int = FIRST_PID
+    events: int = 0
+    step_number: int = 0
+    recount_every: int = 1
+    generations: dict[str, int] = field(default_factory=dict)
+    conversations: set[str] = field(default_factory=set)
+    core: Core = field(init=False)
+    guard: Guard = field(init=False)
+    _later: deque[Callable[[], None]] = field(default_factory=deque)
+
+    @classmethod
+    def make(cls, seed: int, tally: Tally, story: Callable[[str], None] | None = None) -> "World":
+        """The world of a seed, with a daemon that has just been started."""
+        rng = random.Random(seed)
+        world = cls(rng, tally, story)
+        world.guard = Guard(world)
+        world.devices = [f"cpu:{n}" for n in range(rng.choice((2, 2, 3)))]
+        build = STATEFUL if rng.random() < 0.3 else PLAIN
+        for number in range(rng.choice((1, 2, 2))):
+            engines = [SimEngine.make(world.devices, build, "e1" if rng.random() < 0.9 else "e2")]
+            if rng.random() < 0.35:
+                engines.append(SimEngine.make([rng.choice(world.devices)], EXCHANGE, "e1", exchange=True))
+            world.clients.append(SimClient(f"engine {number}", 4000 + number, rng, engines, tally.counts))
+        world.recount_every = rng.choice((1, 4, 4, 4))
+        world.core = world.new_core()
+        return world
+
+    def new_core(self) -> Core:
+        """A daemon that has just been started: its first tick is due."""
+        return Core(self.settings(), {device: device for device in self.devices}, self.at)
+
+    def settings(self) -> Settings:
+        """Small, and different from seed to seed."""
+        rng = self.rng
+        shuttle_bytes = 8 * GRANULE_BYTES
+        return Settings(
+            instance="sim",
+            uid=1000,
+            pid=1,
+            start_id=rng.randbytes(16),
+            package_hash="h",
+            commit="c",
+            parallel=rng.random() < 0.75,
+            chunk_tokens=CHUNK_TOKENS,
+            budget_bytes=rng.choice((20, 36, 200)) * GRANULE_BYTES,
+            budget_images=rng.choice((2, 4, 100)),
+            shuttle_bytes=shuttle_bytes,
+            arena_bytes=rng.choice((2, 3, 4)) * shuttle_bytes,
+            prefault=rng.random() < 0.2,
+            max_message_bytes=MIB,
+            max_clients=4,
+            max_ops=rng.choice((5, 16, 16)),
+            boot_s=10.0,
+            job_floor_s=5.0,
+            link_floor_bytes_per_s=1e9,
+            restarts=RestartPolicy(0.1, 1.0, rng.choice((2, 4, 9))),
+            memory=MemorySettings(sample_s=5.0 if rng.random() < 0.1 else 1e9, keep=4),
+        )
+
+    @property
+    def at(self) -> Instant:
+        """Now."""
+        return Instant(self.now_s, self.clock_s + self.now_s)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def tell(self, text: str) -> None:
+        """A line of the story."""
+        if self.story is not None:
+            self.story(f"{self.step_number:5d} {self.now_s:9.3f}  {text}")
+
+    def event(self, cause: Cause, call: Callable[[], list[Effect]]) -> None:
+        """Let the core have an event, do what it says, and check everything."""
+        self.events += 1
+        self.tally.event(cause.name)
+        cause.running = tuple(self.core.state.ops.values())
+        self.guard.cause = cause
+        if self.story is not None:
+            self.tell(f"--> {cause.name}" + (f" {cause.request}" if cause.request is not None else ""))
+        self.perform(self.called(call))
+        self.guard.after_event(full=self.events % self.recount_every == 0)
+        self.guard.event_done()
+        self.tally.look(self.core.state)
+        while self._later:
+            self._later.popleft()()
+
+    def called(self, call: Callable[[], list[Effect]]) -> list[Effect]:
+        """What the core answers; an exception of it is a finding of its own kind."""
+        try:
+            return call()
+        except Exception as exc:
+            raise CoreCrashed(f"{type(exc).__name__}: {exc}") from exc
+
+    def perform(self, effects: list[Effect]) -> None:
+        """Carry effects out, in order."""
+        for effect in effects:
+            if self.story is not None and not (isinstance(effect, LogLine) and effect.level == "info"):
+                self.tell(f"      {effect}")
+            match effect:
+                case SendTo():
+                    self._send(effect)
+                case ReplyTo():
+                    self._reply(effect)
+                case LogLine():
+                    pass
+                case ForwardDescriptor():
+                    self._forward(effect)
+                case CloseDescriptor():
+                    client = self.by_number.get(effect.client)
+                    if client is not None:
+                        client.descriptors.pop(effect.descriptor, None)
+                case SpawnWorker():
+                    self.orders.append((effect.worker, effect.generation))
+                case KillWorker():
+                    self._kill(effect)
+                case UnlinkSegment():
+                    self._unlink(effect.segment)
+                case SampleMemory():
+                    self._sample(effect)
+                case DropClient():
+                    number = effect.client
+                    self._later.append(lambda number=number: self.disconnect(number))  # type: ignore[misc]
+                case _:
+                    raise NotImplementedError(type(effect).__name__)
+
+    def _send(self, effect: SendTo) -> None:
+        process = self.current.get(effect.worker)
+        if process is None:
+            return
+        command = effect.command
+        if isinstance(command, CaptureJob | RestoreJob | CopyJob):
+            self.guard.job_sent(process, command)
+            self.tally.counts[f"job:{type(command).__name__}"] += 1
+        if process.alive:
+            process.inbox.append(command)
+
+    def _reply(self, effect: ReplyTo) -> None:
+        self.guard.replied(effect)
+        client = self.by_number.get(effect.client)
+        if client is None:
+            return
+        reply: Reply = effect.message
+        self.tally.reply(reply)
+        if not isinstance(reply, Progress | Failed) and reply.seq >= 0:
+            request = client.pending[reply.seq].request
+            self.conversations.add(getattr(request, "conversation", ""))
+        client.outbox.append(reply)
+
+    def _forward(self, effect: ForwardDescriptor) -> None:
+        client, process = self.by_number.get(effect.client), self.current.get(effect.worker)
+        if client is not None and process is not None and effect.descriptor in client.descriptors:
+            process.descriptors[effect.worker_tag] = client.descriptors[effect.descriptor]
+
+    def _kill(self, effect: KillWorker) -> None:
+        process = self.current.get(effect.worker)
+        if process is not None and process.generation == effect.generation:
+            self.doom(process, "killed by SIGKILL")
+        elif (effect.worker, effect.generation) in self.orders:
+            if self.rng.random() < 0.5:  # the template has the order already
+                self.doomed_orders.add((effect.worker, effect.generation))
+                return
+            self.orders.remove((effect.worker, effect.generation))
+            self._later.append(lambda: self.never_forked(effect.worker, effect.generation))
+
+    def never_forked(self, worker: str, generation: int) -> None:
+        """An order that came to nothing."""
+        self.event(
+            Cause("worker_gone"), lambda: self.core.worker_gone(worker, generation, "it was never started", self.at)
+        )
+
+    def _unlink(self, name: str) -> None:
+        self.shared.pop(name, None)
+
+    def _sample(self, effect: SampleMemory) -> None:
+        def reading(target: Target) -> Reading | None:
+            if self.rng.random() < 0.1:
+                return None
+            return Reading(target.pid or 900, target.start_ticks or 1, 10 * MIB, 0, MIB)
+
+        found = [(target, reading(target)) for target in effect.targets]
+        self.perform(self.called(lambda: self.core.sampled(found, self.at)))
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def doom(self, process: SimWorker, reason: str) -> None:
+        """SIGKILL: it says nothing more; what is under way may still land for a while."""
+        if process.alive:
+            process.doomed = True
+            process.reason = reason
+            process.inbox.clear()
+            process.late_steps = self.rng.choice((0, 1, 2, 4))
+
+    def fork(self, name: str, generation: int) -> None:
+        """The template carries an order out."""
+        check(
+            all(other.gone or other.name != name for other in self.processes),
+            f"a second process of {name} is started before the first is proven gone",
+        )
+        self.next_pid += 1
+        process = SimWorker(name, generation, self.next_pid, self.shared)
+        self.processes.append(process)
+        self.current[name] = process
+        self.generations[name] = generation
+        pid = process.pid
+        self.event(Cause("worker_forked"), lambda: self.core.worker_forked(name, generation, pid, pid * 10, self.at))
+        if (name, generation) in self.doomed_orders:
+            self.doomed_orders.discard((name, generation))
+            self.doom(process, "killed by SIGKILL")
+
+    def vanish(self, process: SimWorker) -> None:
+        """The kernel has ended a process for good: its mappings are gone, and the supervisor may notice."""
+        for lane, jobs in process.lanes.items():
+            if jobs and process.doomed and self.rng.random() < 0.7:
+                process.tear(lane, self.rng.random())
+        process.gone = True
+        self.processes.remove(process)
+        self.exits.append(process)
+        for client in self.clients:
+            client.process_gone((process.name, process.generation))
+        self.guard.audit()
+
+    def notice(self, process: SimWorker) -> None:
+        """The supervisor sees that a process is gone."""
+        if self.current.get(process.name) is process:
+            del self.current[process.name]
+        self.event(
+            Cause("worker_gone"),
+            lambda: self.core.worker_gone(process.name, process.generation, process.reason, self.at),
+        )
+
+    def pool_at(self, process: SimWorker, pool: int) -> Pool | None:
+        """The memory behind a worker's pool."""
+        return process.pools.get(pool) or process.descriptors.get(pool)
+
+    def segment_of(self, worker: str, shuttle: int) -> Segment | None:
+        """The shared memory of a shuttle."""
+        return self.shared.get(segment_name("sim", worker, shuttle))
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def connect(self, client: SimClient) -> None:
+        """A client opens its lifeline."""
+        self.next_client += 1
+        client.number = number = self.next_client
+        self.by_number[number] = client
+        pid = client.pid
+        self.event(Cause("client_connected"), lambda: self.core.client_connected(number, pid, 1000, 7, self.at))
+
+    def disconnect(self, number: int) -> None:
+        """A connection ends, on whichever side."""
+        client = self.by_number.pop(number, None)
+        if client is None:
+            return
+        client.lose_connection({(process.name, process.generation) for process in self.processes})
+        self.guard.client_gone(number)
+        self.event(Cause("client_gone"), lambda: self.core.client_gone(number, self.at))
+
+    def journal_holds(self, image_id: int) -> None:
+        """Check that a published image is written down."""
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def listed_segments(self) -> set[str]:
+        """Names that the core accounts for."""
+        found: set[str] = set()
+        for worker in self.core.state.workers.values():
+            found.update(worker.segments.values())
+            if worker.making is not None:
+                found.add(segment_name("sim", worker.name, worker.making))
+        return found
+
+
+__all__ = ["CoreCrashed", "InvariantViolated", "World", "Counter"]
