@@ -140,7 +140,7 @@ class SimClient:
         if len(self.pending) > 4:
             return False
         roll = self.rng.random()
-        if roll < 0.08:
+        if roll < 0.09:
             return self._administer(engine)
         if engine.exchange:
             return self._exchange(engine)
@@ -167,6 +167,8 @@ class SimClient:
             self.send(request, Pending(request, engine))
             return True
         slot = self.rng.choice(engine.slots)
+        if slot.busy and not slot.held_by and self.rng.random() < 0.05:
+            return self._restore(engine, slot, careless=True)
         if slot.busy or slot.held_by:
             return False
         if slot.poisoned:
@@ -211,8 +213,10 @@ class SimClient:
             return self.rng.choice(sorted(self.known))
         return self.rng.choice(CONVERSATIONS)
 
-    def _restore(self, engine: SimEngine, slot: Slot) -> bool:
-        """Restore whatever is there; the rows for the largest image are named, and all its tokens asked for."""
+    def _restore(self, engine: SimEngine, slot: Slot, *, careless: bool = False) -> bool:
+        """Restore whatever is there; the rows for the largest image are named, and mostly all its tokens asked for. A
+        careless client does not ask itself whether the rows are free.
+        """
         request = Restore(
             self.next_seq(),
             engine.engine_id,
@@ -235,7 +239,8 @@ class SimClient:
                 tokens=request.tokens,
                 take=request.take,
             )
-        self.send(request, Pending(request, engine, (slot,), slot, engine.snapshot(slot)))
+        before = [] if careless else engine.snapshot(slot)
+        self.send(request, Pending(request, engine, (slot,), slot, before))
         return True
 
     def _slot_copy(self, engine: SimEngine, slot: Slot) -> bool:
@@ -296,8 +301,6 @@ class SimClient:
         pick = self.rng.randrange(len(kinds))
         if 10 <= pick <= 12 and not self.pending:
             pick = 0
-        if pick >= 14 and self.rng.random() < 0.6:
-            pick = 5
         request = kinds[pick]()
         if isinstance(request, Unregister):
             for slot in engine.slots:  # what is under way ends, but not at once
@@ -309,6 +312,9 @@ class SimClient:
 
     def _exchange(self, engine: SimEngine) -> bool:
         area = engine.slots[0] if self.rng.random() < 0.55 else engine.slots[1]
+        put = engine.put
+        if area.number == 0 and area.busy and put is not None and put.put_id and put.parts and self.rng.random() < 0.1:
+            return self._ask(PutCommit(self.next_seq(), engine.engine_id, put.put_id), engine, area)  # too early
         if area.busy or area.held_by:
             return False
         return self._put(engine, area) if area.number == 0 else self._get(engine, area)
@@ -318,14 +324,12 @@ class SimClient:
         if put is None:
             name = self._put_name()
             tokens = tokens_of(name, 6) if self.rng.random() < 0.5 else []
-            self._ask(PutBegin(seq, engine.engine_id, name, pack_numbers(tokens)), engine, area)
-            return True
+            return self._ask(PutBegin(seq, engine.engine_id, name, pack_numbers(tokens)), engine, area)
         if put.put_id == 0:
             return False
         if put.sent == put.rows and put.stored == put.rows and (put.parts > 2 or (put.parts and self.rng.random() < 0.5)):
             end = PutAbort if self.rng.random() < 0.15 else PutCommit
-            self._ask(end(seq, engine.engine_id, put.put_id), engine, area)
-            return True
+            return self._ask(end(seq, engine.engine_id, put.put_id), engine, area)
         if put.sent == put.rows:
             put.parts += 1
             put.name, put.version = f"part{put.parts}", self.rng.randrange(1, 5)
@@ -346,21 +350,18 @@ class SimClient:
             self._deadline_s(),
         )
         put.sent += count
-        self._ask(request, engine, area)
-        return True
+        return self._ask(request, engine, area)
 
     def _get(self, engine: SimEngine, area: Slot) -> bool:
         seq = self.next_seq()
         if engine.get is None:
             if not self.put_names:
                 return False
-            self._ask(GetBegin(seq, engine.engine_id, self._put_name()), engine, area)
-            return True
+            return self._ask(GetBegin(seq, engine.engine_id, self._put_name()), engine, area)
         number, parts = engine.get
         if self.rng.random() < 0.3:
             engine.get = None
-            self._ask(GetEnd(seq, engine.engine_id, number), engine, area)
-            return True
+            return self._ask(GetEnd(seq, engine.engine_id, number), engine, area)
         which = self.rng.randrange(len(parts))
         rows = pack_rows([(area.first_row, parts[which][2])])
         request = GetPart(seq, engine.engine_id, number, which, rows, 0, self._deadline_s())
@@ -374,8 +375,9 @@ class SimClient:
             return self.rng.choice(sorted(self.put_names))
         return self.rng.choice("xyz" if self.rng.random() < 0.9 else CONVERSATIONS)
 
-    def _ask(self, request: Request, engine: SimEngine, area: Slot) -> None:
+    def _ask(self, request: Request, engine: SimEngine, area: Slot) -> bool:
         self.send(request, Pending(request, engine, (area,)))
+        return True
 
     # --- what it is told ----------------------------------------------------------------------------------------------
 
@@ -435,7 +437,7 @@ class SimClient:
                 pass
         if isinstance(request, PutCommit) and engine.put is not None and isinstance(reply, Captured):
             self.put_names.add(engine.put.conversation)
-        if isinstance(request, PutCommit | PutAbort):
+        if isinstance(request, PutCommit | PutAbort) and getattr(reply, "code", "") != "part_incomplete":
             engine.put = None
 
     def _failed(self, request: Request, reply: Failed, pending: Pending, engine: SimEngine) -> None:

@@ -103,7 +103,7 @@ class Guard:
     images: dict[int, tuple[str, str, str]] = field(default_factory=dict)
     published: dict[Place, int] = field(default_factory=dict)
     pinned: set[int] = field(default_factory=set)
-    taken: dict[int, int] = field(default_factory=dict)  # images that a client has and did not acknowledge
+    taken: dict[int, tuple[int, int]] = field(default_factory=dict)  # not acknowledged yet, by client and engine
     reported: dict[Place, tuple[int, ...]] = field(default_factory=dict)  # what lay where a worker found damage
     waiting: dict[tuple[int, int], Request] = field(default_factory=dict)  # requests without a final reply
     cause: Cause = field(default_factory=Cause)
@@ -132,6 +132,7 @@ class Guard:
         fills, holds = (places, frozenset()) if isinstance(command, CaptureJob) else (frozenset(), places)
         pool = world.pool_at(process, command.pool)
         note = JobNote(process, command.job, op.client, op.seq, pool, reads, writes, fills, holds)
+        check(not process.condemned, f"a job is sent to {process.name}, which was told to die")
         for other in world.processes:
             alone = other is process or other.gone or other.name != process.name
             check(alone, f"a job is sent to {process.name} while its former process {other.pid} is not proven gone")
@@ -151,10 +152,6 @@ class Guard:
         check(not both_rows, f"rows {sorted(both_rows)[:3]} of job {note.job} are still used by job {other.job}")
 
     # --- what the core tells clients ----------------------------------------------------------------------------------
-
-    def request_came(self, client: int, request: Request) -> None:
-        """A request has reached the core."""
-        self.waiting[client, request.seq] = request
 
     def replied(self, effect: ReplyTo) -> None:
         """The core tells a client something: it must be true now, and stay true for the rows it sets free."""
@@ -182,7 +179,7 @@ class Guard:
             case Restored():
                 self._check_restored(reply, request, pending)
                 if isinstance(request, Restore) and request.take:
-                    self.taken[reply.image_id] = client
+                    self.taken[reply.image_id] = (client, request.engine_id)
             case Copied():
                 self._check_memory(pending, pending.tokens, "copied")
             case PartLoaded() if pending.target is not None and pending.engine is not None and pending.tokens:
@@ -203,7 +200,7 @@ class Guard:
             case Done() if isinstance(request, Pin):
                 images = {image.image_id for image in catalog.named(request.namespace, request.conversation)}
                 self.pinned = self.pinned | images if request.pinned else self.pinned - images
-            case Failed() if pending.target is not None:
+            case Failed() if pending.target is not None and pending.before:
                 self._check_untouched(reply, pending)
 
     def _image(self, image_id: int) -> tuple[int, ...]:
@@ -344,18 +341,27 @@ class Guard:
             return False
         return any(engine.put is not None and engine.put.conversation == name[1] for engine in client.engines)
 
+    def request_came(self, client: int, request: Request) -> None:
+        """A request has reached the core, and is about to be served."""
+        self.waiting[client, request.seq] = request
+        if isinstance(request, Unregister):
+            self.taken = {n: owner for n, owner in self.taken.items() if owner != (client, request.engine_id)}
+        elif isinstance(request, Release) and self.taken.get(request.image_id) == (client, request.engine_id):
+            del self.taken[request.image_id]
+
     def event_done(self) -> None:
-        """The event in hand is over: takes that it ended."""
-        request, client = self.cause.request, self.cause.client
-        if isinstance(request, Acknowledge | Release) and (client, request.seq) not in self.waiting:
-            self.taken.pop(request.image_id, None)
-        elif isinstance(request, Unregister):
-            self.taken = {n: c for n, c in self.taken.items() if c != client}
+        """The event in hand is over: a take that it ended."""
+        request = self.cause.request
+        if isinstance(request, Acknowledge) and self.taken.get(request.image_id) == (
+            self.cause.client,
+            request.engine_id,
+        ):
+            del self.taken[request.image_id]
 
     def client_gone(self, client: int) -> None:
         """A connection ended: nobody waits there any more."""
         self.waiting = {key: request for key, request in self.waiting.items() if key[0] != client}
-        self.taken = {n: c for n, c in self.taken.items() if c != client}
+        self.taken = {n: owner for n, owner in self.taken.items() if owner[0] != client}
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 

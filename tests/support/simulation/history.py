@@ -160,7 +160,7 @@ class History:
 
     def _notice(self) -> None:
         process = self.world.exits.popleft()
-        while process.outbox and self.rng.random() < 0.9:  # what a dead worker still said mostly counts
+        while process.outbox and self.rng.random() < 0.75:  # what a dead worker still said mostly counts
             self._hear(process)
         self.world.notice(process)
 

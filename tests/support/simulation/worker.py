@@ -90,6 +90,7 @@ class SimWorker:
     stopping: bool = False
     exited: bool = False  # ended by itself
     doomed: bool = False
+    condemned: bool = False  # the supervisor has asked for its end
     gone: bool = False
     reason: str = ""
     late_steps: int = 0  # that may still land once it is doomed

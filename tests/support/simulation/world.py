@@ -216,6 +216,7 @@ class World:
     def _kill(self, effect: KillWorker) -> None:
         process = self.current.get(effect.worker)
         if process is not None and process.generation == effect.generation:
+            process.condemned = True
             self.doom(process, "killed by SIGKILL")
         elif (effect.worker, effect.generation) in self.orders:
             if self.rng.random() < 0.5:  # the template has the order already
