@@ -367,7 +367,7 @@ def _restored(state: State, op: Operation) -> None:
     if image.image_id in state.catalog.images:
         state.catalog.touch(image, state.now_unix_s)
     engine = state.engines.get(op.engine_id)
-    if op.kind is OpKind.TAKE and engine is not None and op.client in state.clients:
+    if op.kind is OpKind.TAKE and engine is not None and not engine.closing:
         engine.takes.add(image.image_id)  # `taken` stays up until the client acknowledges or is gone
     elif op.kind is OpKind.TAKE:
         image.taken -= 1

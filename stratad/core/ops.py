@@ -168,7 +168,6 @@ class Operation:
     image_tokens: int = 0
     state: OpState = OpState.WAITING
     cancelled: bool = False
-    told_accepted: bool = False
     told_free: bool = False
     waits_for: str = ""
     fenced: set[int] = field(default_factory=set)

@@ -67,10 +67,13 @@ def digest_of(rows: Sequence[int]) -> bytes:
 @dataclass(slots=True, eq=False)
 class Segment:
     """A shared-memory segment: the granules that were ever written. `corrupted` are those whose bytes something that
-    we do not control has changed since.
+    we do not control has changed since. Its maker has finished it when it is `whole`.
     """
 
     name: str
+    worker: str
+    index: int
+    whole: bool = False
     granules: dict[int, Granule] = field(default_factory=dict)
     corrupted: set[int] = field(default_factory=set)
 

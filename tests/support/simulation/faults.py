@@ -29,6 +29,9 @@ class Faults:
             "template_kill": self._template_kill,
             "clock_step": self._clock_step,
             "stall": self._stall,
+            "supervisor_kill": self._supervisor_kill,
+            "supervisor_kill_later": self._supervisor_kill_later,
+            "journal": self._journal,
         }
         self._names = list(self._kinds)
 
@@ -150,4 +153,24 @@ class Faults:
     def _stall(self) -> bool:
         """Nothing happens for a while, but time passes."""
         self.world.now_s += self.world.rng.choice((1.0, 6.0, 70.0))
+        return True
+
+    def _supervisor_kill(self) -> bool:
+        """The daemon dies between two events."""
+        if self.world.core.state.stopping:
+            return False
+        self.world.supervisor_died()
+        return True
+
+    def _supervisor_kill_later(self) -> bool:
+        """The daemon dies in the middle of an event that is to come."""
+        if self.world.die_after >= 0:
+            return False
+        self.world.die_after = self.world.rng.randrange(12)
+        return True
+
+    def _journal(self) -> bool:
+        """The journal cannot be written, or can be again."""
+        journal = self.world.journal
+        journal.broken = not journal.broken
         return True

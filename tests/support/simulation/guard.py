@@ -134,7 +134,7 @@ class Guard:
         note = JobNote(process, command.job, op.client, op.seq, pool, reads, writes, fills, holds)
         check(not process.condemned, f"a job is sent to {process.name}, which was told to die")
         for other in world.processes:
-            alone = other is process or other.gone or other.name != process.name
+            alone = other is process or other.gone or other.name != process.name or other.unprovable
             check(alone, f"a job is sent to {process.name} while its former process {other.pid} is not proven gone")
         for other_note in self.notes:
             self._check_apart(note, other_note)
@@ -191,7 +191,7 @@ class Guard:
                 check(reply.tokens == request.tokens, "a transit image has another number of tokens than asked for")
             case Captured():
                 self._check_captured(reply, request)
-                self.world.journal_holds(reply.image_id)
+                self._check_recorded(reply.image_id)
             case Found() if reply.match == "hit" and isinstance(request, Lookup):
                 image = catalog.images.get(reply.image_id)
                 check(image is not None and not image.damaged, f"lookup found image {reply.image_id}, which is not good")
@@ -202,6 +202,11 @@ class Guard:
                 self.pinned = self.pinned | images if request.pinned else self.pinned - images
             case Failed() if pending.target is not None and pending.before:
                 self._check_untouched(reply, pending)
+
+    def _check_recorded(self, image_id: int) -> None:
+        """Before anybody is told of an image, it is in the journal (it may have made room again since)."""
+        ever = any(getattr(record, "image_id", 0) == image_id for record in self.world.journal.records)
+        check(ever, f"image {image_id} is told published before its record is written")
 
     def _image(self, image_id: int) -> tuple[int, ...]:
         check(image_id in self.tokens, f"image {image_id} is told restored, and never was")
@@ -258,12 +263,17 @@ class Guard:
         """What must hold between any two events."""
         catalog = self.world.core.state.catalog
         transits = catalog.transits
+        live = self.world.journal.live
+        check(catalog.images.keys() == live.keys(), f"the journal does not hold what is there: {catalog.images.keys() ^ live.keys()}")
         if catalog.images.keys() != self.images.keys() or transits.keys() != self.known_transits:
             self._images_changed()
         if self.fresh:  # only now, since the same event may have evicted what lay there
+            recorded = self.world.journal.places
             for note in self.fresh:
                 for place in note.fills & self.published.keys():
                     check(False, f"extent {place} of job {note.job} holds image {self.published[place]}")
+                for image_id, places in recorded.items():
+                    check(not note.fills & places, f"extents of job {note.job} hold image {image_id}, whose end is not recorded")
             self.fresh = []
         if full:
             self._recount()
@@ -283,12 +293,7 @@ class Guard:
         born = [n for n in named if n not in self.images]
         for image_id in [n for n in self.images if n not in named]:
             self._explain_end(image_id, {named[n]: n for n in born})
-        published: dict[Place, int] = {}
-        for image in (*catalog.images.values(), *catalog.transits.values()):
-            for chunk in image.chunks():
-                for shuttle, granule in granules_of(chunk.place):
-                    published[chunk.key.worker, shuttle, granule] = image.image_id
-        self.published = published
+        self._place_images()
         for image_id in born:
             self.tokens[image_id] = catalog.images[image_id].tokens
             self._audit(catalog.images[image_id], born=True)
@@ -296,6 +301,15 @@ class Guard:
             self._audit(catalog.transits[image_id], born=True)
         self.images = named
         self.known_transits = set(catalog.transits)
+
+    def _place_images(self) -> None:
+        catalog = self.world.core.state.catalog
+        self.published = {
+            (chunk.key.worker, shuttle, granule): image.image_id
+            for image in (*catalog.images.values(), *catalog.transits.values())
+            for chunk in image.chunks()
+            for shuttle, granule in granules_of(chunk.place)
+        }
 
     def _explain_end(self, image_id: int, born: dict[tuple[str, str, str], int]) -> None:
         """An image is no more: something must have asked for that, or it made room and nobody needed it."""
@@ -362,6 +376,42 @@ class Guard:
         """A connection ended: nobody waits there any more."""
         self.waiting = {key: request for key, request in self.waiting.items() if key[0] != client}
         self.taken = {n: owner for n, owner in self.taken.items() if owner[0] != client}
+
+    # --- the next daemon ----------------------------------------------------------------------------------------------
+
+    def daemon_gone(self) -> None:
+        """The daemon is no more: nobody waits for it, and what only it knew is gone."""
+        self.waiting.clear()
+        self.taken.clear()
+        self.fresh = []
+        for record in self.world.journal.in_hand:
+            self.pinned.discard(getattr(record, "image_id", 0))
+
+    def adopted(self) -> None:
+        """The next one has replayed the journal: every image that was told published is there, unless its end was."""
+        world = self.world
+        before = dict(world.journal.live)
+        doubtful = {getattr(record, "image_id", 0) for record in world.journal.in_hand}
+        doubtful |= {getattr(record, "supersedes", 0) for record in world.journal.in_hand}
+        doubtful |= {n for record in world.journal.in_hand for n in getattr(record, "image_ids", ())}
+        world.journal.settle()
+        now = world.core.state.catalog.images
+        lost = before.keys() - now.keys() - doubtful
+        check(not lost, f"published images are lost with the daemon: {sorted(lost)}")
+        check(now.keys() == world.journal.live.keys(), "what was adopted is not what the journal holds")
+        unpinned = [n for n in self.pinned & now.keys() if not now[n].pinned]
+        check(not unpinned, f"images lost their pin with the daemon: {unpinned}")
+        if world.journal.failures:
+            self.reported = {}
+        self.known_transits = set()
+        self.images = {
+            n: (image.scope.namespace, image.conversation, image.scope.fingerprint) for n, image in now.items()
+        }
+        self.tokens.update({n: image.tokens for n, image in now.items()})
+        self.pinned &= now.keys()
+        self._place_images()
+        self._check_flags()
+        self.audit()
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class History:
         """The whole history."""
         world = self.world
         try:
-            self._tick()
+            world.start()
             for _ in range(self.steps):
                 world.step_number += 1
                 self._step()
@@ -139,7 +139,8 @@ class History:
             Cause(f"report of {process.name} {type(report).__name__}" + (f" {report}" if world.story else "")),
             lambda: world.core.report(process.name, process.generation, report, world.at),
         )
-        world.guard.damage_reported(process, report)
+        if world.current.get(process.name) is process:
+            world.guard.damage_reported(process, report)
 
     def _process_lives(self) -> bool:
         """What processes come to: forked, ended for good, noticed."""
@@ -147,6 +148,9 @@ class History:
         kinds: list[Callable[[], None]] = []
         if world.orders:
             kinds.append(lambda: world.fork(*world.orders.popleft()))
+        orphans = [p for p in world.processes if p.orphan and p.alive and not p.hung]
+        if orphans:
+            kinds.append(lambda: self.rng.choice(orphans).end("its supervisor is gone"))
         ending = [p for p in world.processes if p.exited or p.doomed]
         if ending:
             process = self.rng.choice(ending)
@@ -232,9 +236,10 @@ class History:
                 check(image.readers >= 0, f"image {image.image_id} is read by nobody")
         unlisted = world.shared.keys() - world.listed_segments()
         check(not unlisted, f"segments that nobody lists: {sorted(unlisted)}")
-        if world.core.stopped:
-            world.perform(world.core.unlink_all())
-            check(not world.shared, f"segments are left after the stop: {sorted(world.shared)}")
+        if world.core.stopped:  # what is kept is what the next one finds
+            world.guard.daemon_gone()
+            world.next_daemon()
+            world.guard.audit()
 
 
 class Broken(Exception):

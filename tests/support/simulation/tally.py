@@ -93,7 +93,7 @@ def counted_tables(counts: Counter[str]) -> Iterator[None]:
 FAULTS: Final = (
     "worker_kill", "worker_exit", "worker_hang", "worker_boot", "device_lost", "device_error", "out_of_memory",
     "source_changed", "corrupt", "shuttle", "pool", "client_kill", "client_drop", "template_kill", "clock_step",
-    "stall",
+    "stall", "supervisor_kill", "supervisor_kill_later", "journal",
 )  # fmt: skip
 
 
@@ -105,6 +105,7 @@ def wanted() -> set[str]:
     names |= {f"worker:{state.value}" for state in WorkerState}
     names |= {f"pool:{state.value}" for state in PoolState}
     names |= {f"core:{kind.value}s" for kind in OpKind} | {f"core:{kind.value}s_failed" for kind in OpKind}
-    names |= {"core:evictions", "core:images_damaged", "core:workers_hung", "core:puts_ended", "core:drops"}
+    names |= {"core:evictions", "core:images_damaged", "core:workers_hung", "core:puts_ended", "core:drops", "core:journal_failures"}
+    names |= {"core:images_adopted", "adoption:same pids", "adoption:other pids"}
     names |= {"progress:accepted", "progress:source_free", "reply:WorkersChanged", "reply:Found", "reply:Parts"}
     return names

@@ -91,6 +91,8 @@ class SimWorker:
     exited: bool = False  # ended by itself
     doomed: bool = False
     condemned: bool = False  # the supervisor has asked for its end
+    orphan: bool = False  # its supervisor is gone
+    unprovable: bool = False  # the next daemon does not know it, or cannot prove that it is gone
     gone: bool = False
     reason: str = ""
     late_steps: int = 0  # that may still land once it is doomed
@@ -124,7 +126,10 @@ class SimWorker:
 
     def take(self) -> None:
         """Read one command."""
-        command = self.inbox.popleft()
+        command = self.inbox[0]
+        if isinstance(command, MakeShuttle) and self._begin_shuttle(command):
+            return
+        self.inbox.popleft()
         match command:
             case MakeShuttle():
                 self._make_shuttle(command)
@@ -153,14 +158,22 @@ class SimWorker:
             case _:
                 raise NotImplementedError(type(command).__name__)
 
+    def _begin_shuttle(self, order: MakeShuttle) -> bool:
+        """Make the name of a new shuttle: to reserve its memory takes a while, in which anything may happen."""
+        if order.adopt or order.segment in self.shared or self.shuttle_fault:
+            return False
+        self.shared[order.segment] = Segment(order.segment, self.name, order.index)
+        return True
+
     def _make_shuttle(self, order: MakeShuttle) -> None:
         segment = self.shared.get(order.segment)
-        if self.shuttle_fault or (segment is not None) is not order.adopt:
+        if self.shuttle_fault or segment is None or segment.whole is not order.adopt:
             code, self.shuttle_fault = self.shuttle_fault or "exists", ""
+            if segment is not None and not segment.whole:
+                del self.shared[order.segment]
             self.outbox.append(ShuttleFailed(order.index, code, f"no shuttle: {code}", order.shuttle_bytes, 0))
             return
-        if segment is None:
-            segment = self.shared[order.segment] = Segment(order.segment)
+        segment.whole = True
         self.mapped[order.index] = segment
         self.outbox.append(ShuttleReady(order.index, False, 0.0))
 

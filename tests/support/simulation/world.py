@@ -3,18 +3,21 @@
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ipc.messages import CaptureJob, CopyJob, Failed, Progress, Reply, RestoreJob
 from shm.extent import GRANULE_BYTES
 from shm.header import segment_name
+from stratad.core.adoption import Legacy
 from stratad.core.core import Core
 from stratad.core.effects import (
+    Append,
     CloseDescriptor,
     DropClient,
     Effect,
     ForwardDescriptor,
+    KillFormer,
     KillWorker,
     LogLine,
     ReplyTo,
@@ -22,14 +25,17 @@ from stratad.core.effects import (
     SendTo,
     SpawnWorker,
     UnlinkSegment,
+    WatchFormer,
 )
 from stratad.core.memory_tracks import MemorySettings, Reading, Target
+from stratad.core.records import replay
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
 from tests.support.simulation.client import SimClient
-from tests.support.simulation.content import CHUNK_TOKENS, InvariantViolated, Pool, Segment, check
+from tests.support.simulation.content import CHUNK_TOKENS, KEY_ID, InvariantViolated, Pool, Segment, check
 from tests.support.simulation.engine import EXCHANGE, PLAIN, STATEFUL, SimEngine
 from tests.support.simulation.guard import Cause, Guard
+from tests.support.simulation.journal import SimJournal
 from tests.support.simulation.tally import Tally
 from tests.support.simulation.worker import SimWorker
 
@@ -39,6 +45,10 @@ FIRST_PID: Final = 1000
 
 class CoreCrashed(Exception):
     """The core raised something: a bug, but no invariant's finding."""
+
+
+class SupervisorDied(Exception):
+    """The daemon's process is no more; what it was about to do is not done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +76,11 @@ class World:
     recount_every: int = 1
     generations: dict[str, int] = field(default_factory=dict)
     conversations: set[str] = field(default_factory=set)
+    journal: SimJournal = field(default_factory=SimJournal)
+    formers: dict[str, SimWorker] = field(default_factory=dict)  # of an earlier daemon, whose end is waited for
+    die_after: int = -1  # effects, until the daemon is killed; -1: it is not
+    starting: bool = True  # it has not been told the time yet
+    settings: Settings = field(init=False)
     core: Core = field(init=False)
     guard: Guard = field(init=False)
     _later: deque[Callable[[], None]] = field(default_factory=deque)
@@ -84,14 +99,16 @@ class World:
                 engines.append(SimEngine.make([rng.choice(world.devices)], EXCHANGE, "e1", exchange=True))
             world.clients.append(SimClient(f"engine {number}", 4000 + number, rng, engines, tally.counts))
         world.recount_every = rng.choice((1, 4, 4, 4))
+        world.settings = world._new_settings()
         world.core = world.new_core()
         return world
 
-    def new_core(self) -> Core:
-        """A daemon that has just been started: its first tick is due."""
-        return Core(self.settings(), {device: device for device in self.devices}, self.at)
+    def new_core(self, legacy: Legacy | None = None) -> Core:
+        """A daemon that has just been started: its first event is due."""
+        self.settings = replace(self.settings, start_id=self.rng.randbytes(16))
+        return Core(self.settings, {device: device for device in self.devices}, self.at, legacy)
 
-    def settings(self) -> Settings:
+    def _new_settings(self) -> Settings:
         """Small, and different from seed to seed."""
         rng = self.rng
         shuttle_bytes = 8 * GRANULE_BYTES
@@ -99,7 +116,7 @@ class World:
             instance="sim",
             uid=1000,
             pid=1,
-            start_id=rng.randbytes(16),
+            start_id=b"",
             package_hash="h",
             commit="c",
             parallel=rng.random() < 0.75,
@@ -139,8 +156,14 @@ class World:
         self.guard.cause = cause
         if self.story is not None:
             self.tell(f"--> {cause.name}" + (f" {cause.request}" if cause.request is not None else ""))
-        self.perform(self.called(call))
-        self.guard.after_event(full=self.events % self.recount_every == 0)
+        try:
+            self.perform(self.called(call))
+        except SupervisorDied:
+            self._later.clear()
+            self.supervisor_died()
+            return
+        self.starting = self.starting and cause.name != "tick"
+        self.guard.after_event(full=self.events % self.recount_every == 0 and not self.starting)
         self.guard.event_done()
         self.tally.look(self.core.state)
         while self._later:
@@ -158,7 +181,16 @@ class World:
         for effect in effects:
             if self.story is not None and not (isinstance(effect, LogLine) and effect.level == "info"):
                 self.tell(f"      {effect}")
+            if self.die_after >= 0:
+                self._approach_death(effect)
             match effect:
+                case Append():
+                    self._append(effect)
+                case WatchFormer():
+                    self._watch_former(effect)
+                case KillFormer():
+                    if effect.worker in self.formers:
+                        self.doom(self.formers[effect.worker], "killed by the next daemon")
                 case SendTo():
                     self._send(effect)
                 case ReplyTo():
@@ -184,6 +216,29 @@ class World:
                     self._later.append(lambda number=number: self.disconnect(number))  # type: ignore[misc]
                 case _:
                     raise NotImplementedError(type(effect).__name__)
+
+    def _approach_death(self, effect: Effect) -> None:
+        """The supervisor is killed between two effects, or in the middle of a write."""
+        self.die_after -= 1
+        if self.die_after < 0:
+            if isinstance(effect, Append):
+                self.journal.append_and_die(effect.records, self.rng)
+            raise SupervisorDied
+
+    def _append(self, effect: Append) -> None:
+        error = self.journal.append(effect.records)
+        self.perform(self.called(lambda: self.core.journaled(effect.serial, error, self.at)))
+
+    def _watch_former(self, effect: WatchFormer) -> None:
+        process = next((p for p in self.processes if (p.pid, p.pid * 10) == (effect.pid, effect.start_ticks)), None)
+        if process is None:
+            self._later.append(lambda: self.former_gone(effect.worker))
+        else:
+            self.formers[effect.worker] = process
+
+    def former_gone(self, worker: str) -> None:
+        """The proof that an earlier daemon's worker is gone."""
+        self.event(Cause("former_gone"), lambda: self.core.former_gone(worker, self.at))
 
     def _send(self, effect: SendTo) -> None:
         process = self.current.get(effect.worker)
@@ -255,8 +310,9 @@ class World:
 
     def fork(self, name: str, generation: int) -> None:
         """The template carries an order out."""
+        # One that no journal names was never given an arena, and one of another pid namespace can never be proven gone.
         check(
-            all(other.gone or other.name != name for other in self.processes),
+            all(other.name != name or other.unprovable for other in self.processes),
             f"a second process of {name} is started before the first is proven gone",
         )
         self.next_pid += 1
@@ -279,17 +335,20 @@ class World:
         self.processes.remove(process)
         self.exits.append(process)
         for client in self.clients:
-            client.process_gone((process.name, process.generation))
+            client.process_gone((process.name, process.pid))
         self.guard.audit()
 
     def notice(self, process: SimWorker) -> None:
         """The supervisor sees that a process is gone."""
-        if self.current.get(process.name) is process:
+        if self.formers.get(process.name) is process:
+            del self.formers[process.name]
+            self.former_gone(process.name)
+        elif self.current.get(process.name) is process:
             del self.current[process.name]
-        self.event(
-            Cause("worker_gone"),
-            lambda: self.core.worker_gone(process.name, process.generation, process.reason, self.at),
-        )
+            self.event(
+                Cause("worker_gone"),
+                lambda: self.core.worker_gone(process.name, process.generation, process.reason, self.at),
+            )
 
     def pool_at(self, process: SimWorker, pool: int) -> Pool | None:
         """The memory behind a worker's pool."""
@@ -314,12 +373,58 @@ class World:
         client = self.by_number.pop(number, None)
         if client is None:
             return
-        client.lose_connection({(process.name, process.generation) for process in self.processes})
+        client.lose_connection({(process.name, process.pid) for process in self.processes})
         self.guard.client_gone(number)
         self.event(Cause("client_gone"), lambda: self.core.client_gone(number, self.at))
 
-    def journal_holds(self, image_id: int) -> None:
-        """Check that a published image is written down."""
+    # --- the next daemon ----------------------------------------------------------------------------------------------
+
+    def supervisor_died(self) -> None:
+        """The daemon is no more: connections end, its template too, its workers soon; then the next one starts."""
+        self.tell("!!! the supervisor is gone")
+        self.tally.end(self.core.state)
+        self.die_after = -1
+        served_by = {(process.name, process.pid) for process in self.processes}
+        for client in list(self.by_number.values()):
+            client.lose_connection(served_by)
+        self.by_number.clear()
+        self.orders.clear()
+        self.doomed_orders.clear()
+        self.current.clear()
+        self.formers.clear()
+        self.exits.clear()
+        for process in self.processes:
+            process.orphan = True
+            process.outbox.clear()
+            process.unprovable = process.unprovable or self.journal.workers.get(process.name) != process.pid
+        self.guard.daemon_gone()
+        self.next_daemon()
+
+    def next_daemon(self) -> None:
+        """It replays the journal, takes over what it can, and removes what it does not know."""
+        same_pids = self.rng.random() < 0.9
+        self.tally.counts["adoption:same pids" if same_pids else "adoption:other pids"] += 1
+        if not same_pids:
+            for process in self.processes:
+                process.unprovable = True
+        shuttles: dict[str, dict[int, int]] = {device: {} for device in self.devices}
+        for segment in self.shared.values():
+            if segment.whole:
+                shuttles[segment.worker][segment.index] = self.settings.shuttle_bytes
+        legacy = Legacy(replay(self.journal.records), shuttles, KEY_ID, same_pids)
+        self.tally.begin()
+        self.core = self.new_core(legacy)
+        self.guard.adopted()
+        self.journal.begin_anew(self.core.records)
+        for name in self.shared.keys() - self.core.segments:
+            del self.shared[name]
+        self.start()
+
+    def start(self) -> None:
+        """The first two events of every daemon."""
+        self.starting = True
+        self.event(Cause("start"), lambda: self.core.start(self.at))
+        self.event(Cause("tick"), lambda: self.core.tick(self.at))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
