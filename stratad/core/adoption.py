@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent
 from shm.header import segment_name
-from stratad.core import journaling
+from stratad.core import arenas, journaling
 from stratad.core.arena import HEADER_GRANULES
-from stratad.core.effects import KillFormer, WatchFormer
+from stratad.core.effects import KillFormer, UnlinkSegment, WatchFormer
 from stratad.core.images import Chunk, ChunkKey, Image
 from stratad.core.records import ImageRecord, Record, RecordError, Replayed, image_of, stage_chunks
 from stratad.core.state import State, Worker, WorkerState
@@ -183,8 +183,12 @@ def expire(state: State) -> None:
 
 
 def former_gone(state: State, worker: Worker) -> None:
-    """Proof that a worker's former process is gone: nobody else writes into its arena any more."""
+    """Proof that a worker's former process is gone: nobody else writes into its arena any more. It may have made
+    another shuttle after we had looked at what is there.
+    """
     worker.former = None
+    late = segment_name(state.settings.instance, worker.name, arenas.next_index(worker))
+    state.out.append(UnlinkSegment(late))
     if worker.state is WorkerState.AWAITING:
         worker.state = WorkerState.DEAD
         worker.detail = ""

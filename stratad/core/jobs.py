@@ -28,7 +28,7 @@ from stratad.core.effects import SendTo
 from stratad.core.images import Image, StageDigests, StoredPiece
 from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
 from stratad.core.puts import Piece
-from stratad.core.state import State, Worker, WorkerState
+from stratad.core.state import PoolState, State, Worker, WorkerState
 
 LEAST_EVENT_WAIT_S = 0.05
 
@@ -44,9 +44,10 @@ def start(state: State, op: Operation) -> None:
 
 def _send(state: State, op: Operation, run: StageRun) -> None:
     worker = state.workers[run.worker]
-    if not worker.can_serve:
+    why_not = _why_not(state, op, run, worker)
+    if why_not:
         run.advance("skip")
-        run.outcome = StageOutcome(run.stage, "failed", "worker_died", f"worker {worker.name} is {worker.state.value}")
+        run.outcome = StageOutcome(run.stage, "failed", "worker_died", f"worker {worker.name} {why_not}")
         return
     settings = state.settings
     run.job = state.number("job")
@@ -64,6 +65,21 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     run.deadline_s = state.now_s + run.patience_s
     state.wake_by(run.deadline_s)
     state.out.append(SendTo(worker.name, _command(op, run, pool, poll_event, event_wait_s)))
+
+
+def _why_not(state: State, op: Operation, run: StageRun, worker: Worker) -> str:
+    """What stands against sending a stage now. All was there when the operation began, but where stages are copied one
+    after another that may be long ago.
+    """
+    if not worker.can_serve:
+        return f"is {worker.state.value}"
+    if state.settings.parallel:
+        return ""
+    opened = state.engines[op.engine_id].stages[run.stage].state is PoolState.OPEN
+    places = op.places(run) if run.target is None else ()
+    if opened and all(extent.shuttle in worker.mapped for place in places for extent in place.extents):
+        return ""
+    return "was started again meanwhile"
 
 
 def _command(

@@ -134,7 +134,7 @@ class SimClient:
             seq = self.next_seq()
             self.send(Hello(seq, PROTOCOL_VERSION, b"", self.name), Pending(Hello(seq, PROTOCOL_VERSION, b"")))
             return True
-        engine = self.rng.choice(self.engines)
+        engine = self.engines[-1] if self.rng.random() < 0.6 else self.engines[0]
         if engine.engine_id == 0:
             return self._register(engine)
         if len(self.pending) > 4:
@@ -180,9 +180,9 @@ class SimClient:
             count = self.rng.choice((1, 3, 4, 5, 8, 9, 10, 12))
             engine.fill(slot, tokens_of(conversation, count, version), conversation)
             roll = 0.1
-        if roll < 0.40 or (not self.known and roll < 0.75):
+        if roll < 0.33 or (not self.known and roll < 0.75):
             return self._capture(engine, slot)
-        if roll < 0.75:
+        if roll < 0.75 and self.known:
             return self._restore(engine, slot)
         if roll < 0.97:
             return self._slot_copy(engine, slot)
@@ -209,7 +209,7 @@ class SimClient:
 
     def _conversation(self, *, there: bool) -> str:
         """One that is there, as far as it knows, or any."""
-        if there and self.known and self.rng.random() < 0.9:
+        if there and self.known and self.rng.random() < 0.95:
             return self.rng.choice(sorted(self.known))
         return self.rng.choice(CONVERSATIONS)
 
@@ -278,7 +278,7 @@ class SimClient:
         return True
 
     def _administer(self, engine: SimEngine) -> bool:
-        seq, name = self.next_seq(), self.rng.choice(CONVERSATIONS)
+        seq, name = self.next_seq(), self._conversation(there=self.rng.random() < 0.7)
         kinds: list[Callable[[], Request]] = [
             lambda: Drop(seq, "ns", name),
             lambda: Drop(seq, "ns", name, force=True),
@@ -311,7 +311,7 @@ class SimClient:
     # --- puts and gets ------------------------------------------------------------------------------------------------
 
     def _exchange(self, engine: SimEngine) -> bool:
-        area = engine.slots[0] if self.rng.random() < 0.55 else engine.slots[1]
+        area = engine.slots[0 if self.rng.random() < 0.55 else 1]
         put = engine.put
         if area.number == 0 and area.busy and put is not None and put.put_id and put.parts and self.rng.random() < 0.1:
             return self._ask(PutCommit(self.next_seq(), engine.engine_id, put.put_id), engine, area)  # too early
@@ -327,7 +327,7 @@ class SimClient:
             return self._ask(PutBegin(seq, engine.engine_id, name, pack_numbers(tokens)), engine, area)
         if put.put_id == 0:
             return False
-        if put.sent == put.rows and put.stored == put.rows and (put.parts > 2 or (put.parts and self.rng.random() < 0.5)):
+        if put.sent == put.rows and put.stored == put.rows and (put.parts > 2 or (put.parts and self.rng.random() < 0.7)):
             end = PutAbort if self.rng.random() < 0.15 else PutCommit
             return self._ask(end(seq, engine.engine_id, put.put_id), engine, area)
         if put.sent == put.rows:
@@ -359,7 +359,7 @@ class SimClient:
                 return False
             return self._ask(GetBegin(seq, engine.engine_id, self._put_name()), engine, area)
         number, parts = engine.get
-        if self.rng.random() < 0.3:
+        if self.rng.random() < 0.2:
             engine.get = None
             return self._ask(GetEnd(seq, engine.engine_id, number), engine, area)
         which = self.rng.randrange(len(parts))
@@ -444,8 +444,9 @@ class SimClient:
         target = pending.target
         if target is not None and any(o.state == "done" or o.rows_undefined for o in reply.stages):
             target.tokens = None
-        if reply.code == "unknown_conversation" and isinstance(request, Restore):
+        if reply.code == "unknown_conversation" and isinstance(request, Restore | GetBegin):
             self.known.pop(request.conversation, None)
+            self.put_names.discard(request.conversation)
         if isinstance(request, PutPart):
             self._give_up_put(request, engine)
         elif isinstance(request, PutBegin):

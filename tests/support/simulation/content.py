@@ -73,6 +73,7 @@ class Segment:
     name: str
     worker: str
     index: int
+    maker: int  # pid
     whole: bool = False
     granules: dict[int, Granule] = field(default_factory=dict)
     corrupted: set[int] = field(default_factory=set)

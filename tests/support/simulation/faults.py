@@ -12,6 +12,7 @@ class Faults:
     def __init__(self, world: World, rate: float) -> None:
         self.world = world
         self.rate = rate
+        self._mended_at = 0
         self._kinds: dict[str, Callable[[], bool]] = {
             "worker_kill": self._worker_kill,
             "worker_exit": self._worker_exit,
@@ -36,7 +37,11 @@ class Faults:
         self._names = list(self._kinds)
 
     def strike(self) -> bool:
-        """Do something bad."""
+        """Do something bad, now and then."""
+        if self.world.step_number >= self._mended_at:
+            self.world.journal.broken = False
+        if self.world.rng.random() >= self.rate:
+            return False
         kind = self.world.rng.choice(self._names)
         if not self._kinds[kind]():
             return False
@@ -170,7 +175,7 @@ class Faults:
         return True
 
     def _journal(self) -> bool:
-        """The journal cannot be written, or can be again."""
-        journal = self.world.journal
-        journal.broken = not journal.broken
+        """The journal cannot be written for a while."""
+        self.world.journal.broken = True
+        self._mended_at = self.world.step_number + self.world.rng.randrange(10, 60)
         return True

@@ -162,7 +162,7 @@ class SimWorker:
         """Make the name of a new shuttle: to reserve its memory takes a while, in which anything may happen."""
         if order.adopt or order.segment in self.shared or self.shuttle_fault:
             return False
-        self.shared[order.segment] = Segment(order.segment, self.name, order.index)
+        self.shared[order.segment] = Segment(order.segment, self.name, order.index, self.pid)
         return True
 
     def _make_shuttle(self, order: MakeShuttle) -> None:
