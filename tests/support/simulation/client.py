@@ -410,6 +410,7 @@ class SimClient:
                     target.tokens, target.conversation = pending.tokens or None, request.conversation
                     if request.take:
                         engine.taken.append(reply.image_id)
+                        engine.taken_names[reply.image_id] = request.conversation
                 else:
                     target.tokens = pending.tokens
                     if isinstance(request, SlotFrom) and not request.keep:
@@ -429,6 +430,12 @@ class SimClient:
                 engine.get = (reply.get_id, tuple((name, version, rows) for name, version, rows in parts))
             case Failed():
                 self._failed(request, reply, pending, engine)
+            case Done() if isinstance(request, Drop):
+                self.known.pop(request.conversation, None)
+            case Done() if isinstance(request, Acknowledge):
+                self.known.pop(engine.taken_names.pop(request.image_id, ""), None)
+            case Done() if isinstance(request, Clear):
+                self.known.clear()
             case Done() if isinstance(request, Unregister):
                 engine.forget()
             case Done() if isinstance(request, SlotDrop):

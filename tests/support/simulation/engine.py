@@ -103,6 +103,7 @@ class SimEngine:
     put: SimPut | None = None
     get: tuple[int, tuple[tuple[str, int, int], ...]] | None = None  # its number; name, version and rows of each part
     taken: list[int] = field(default_factory=list)
+    taken_names: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def make(cls, devices: Sequence[str], layout: StageLayout, build: str, *, exchange: bool = False) -> "SimEngine":
