@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent
 from shm.header import segment_name
-from stratad.core import arenas, journaling
+from stratad.core import journaling
 from stratad.core.arena import HEADER_GRANULES
 from stratad.core.effects import KillFormer, UnlinkSegment, WatchFormer
 from stratad.core.images import Chunk, ChunkKey, Image
@@ -95,6 +95,7 @@ def adopt(state: State, legacy: Legacy) -> None:
         former = legacy.journal.workers.get(name)
         if former is not None and legacy.same_pids:
             worker.former = (former.pid, former.start_ticks)
+            worker.former_shuttles = max(legacy.shuttles.get(name, {}), default=-1) + 2
             worker.state = WorkerState.AWAITING
             worker.detail = f"its former process {former.pid} is not proven gone yet"
         elif former is not None:
@@ -187,8 +188,9 @@ def former_gone(state: State, worker: Worker) -> None:
     another shuttle after we had looked at what is there.
     """
     worker.former = None
-    late = segment_name(state.settings.instance, worker.name, arenas.next_index(worker))
-    state.out.append(UnlinkSegment(late))
+    for index in range(worker.former_shuttles):
+        if index not in worker.sizes:
+            state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, index)))
     if worker.state is WorkerState.AWAITING:
         worker.state = WorkerState.DEAD
         worker.detail = ""

@@ -28,12 +28,8 @@ def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
         or worker.arena.free_granules * GRANULE_BYTES < settings.shuttle_bytes // 2
     )
     if wanted and worker.can_grow(settings, state.now_s):
-        _make(state, worker, next_index(worker), settings.shuttle_bytes, adopt=False)
-
-
-def next_index(worker: Worker) -> int:
-    """The index that the worker's next new shuttle gets."""
-    return next(n for n in range(len(worker.sizes) + 1) if n not in worker.sizes)
+        index = next(n for n in range(len(worker.sizes) + 1) if n not in worker.sizes)
+        _make(state, worker, index, settings.shuttle_bytes, adopt=False)
 
 
 def _make(state: State, worker: Worker, index: int, size_bytes: int, *, adopt: bool) -> None:

@@ -209,11 +209,13 @@ class History:
                 world.event(Cause("kill_all"), lambda: world.core.kill_all("time is over", world.at))
             if world.core.due_s <= world.now_s:
                 self._tick()
+        check(not world.formers, f"workers of an earlier daemon never end: {sorted(world.formers)}")
         check(not self._open(), f"requests without an answer: {sorted(world.guard.waiting)[:5]}")
         check(not stop or world.core.stopped, "the daemon does not stop")
 
     def _open(self) -> bool:
-        return bool(self.world.guard.waiting) or bool(self.world.core.state.ops)
+        world = self.world
+        return bool(world.guard.waiting or world.core.state.ops or world.formers)
 
     def _settled_step(self) -> bool:
         """Anything that moves things on. False: only time can."""
