@@ -150,7 +150,7 @@ class _File:
             os.fchmod(descriptor, _MODE)
             salt = int.from_bytes(os.urandom(4), "little")
             file = cls(path, descriptor, salt)
-            file.allocate(STEP_BYTES)
+            file.allocate(STEP_BYTES - HEADER_BYTES)
             head = _HEADER.pack(MAGIC, VERSION, boot_id(), _pid_namespace(), salt)
             os.pwrite(descriptor, head + _CHECK.pack(zlib.crc32(head)), 0)
         except BaseException:
