@@ -131,6 +131,9 @@ class Guard:
         unmapped = {shuttle for _, shuttle, _ in places} - process.mapped.keys()
         check(not unmapped, f"job {command.job} names shuttles {unmapped}, which its process does not map")
         check(command.pool in process.pools, f"job {command.job} names pool {command.pool}, which is not open")
+        if isinstance(command, CaptureJob):
+            named_pid = world.journal.workers.get(process.name)
+            check(named_pid == process.pid, f"{process.pid} writes the arena of {process.name}, the journal names {named_pid}")
         reads, writes = (frozenset(), named) if isinstance(command, RestoreJob) else (named, targets)
         fills, holds = (places, frozenset()) if isinstance(command, CaptureJob) else (frozenset(), places)
         pool = world.pool_at(process, command.pool)
@@ -299,6 +302,9 @@ class Guard:
         for image_id in [n for n in self.images if n not in named]:
             self._explain_end(image_id, {named[n]: n for n in born})
         self._place_images()
+        for image_id, record in self.world.journal.live.items():
+            same = record.pinned == catalog.images[image_id].pinned
+            check(same, f"the journal says of image {image_id} that it is{'' if record.pinned else ' not'} pinned")
         for image_id in born:
             self.tokens[image_id] = catalog.images[image_id].tokens
             self._audit(catalog.images[image_id], born=True)

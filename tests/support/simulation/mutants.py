@@ -142,6 +142,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.state",
         "        return self.state is WorkerState.READY",
         "        return self.state in (WorkerState.READY, WorkerState.KILLED)",
+        seeds=900,
     ),
     Mutant(
         "a new worker is believed to map what the former did",
@@ -160,6 +161,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.arenas",
         "        state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, worker.making)))",
         "        pass",
+        seeds=600,
     ),
     # --- rows ---------------------------------------------------------------------------------------------------------
     Mutant(
@@ -196,19 +198,19 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     # --- images -------------------------------------------------------------------------------------------------------
     Mutant(
         "pinned images are evicted",
-        "stratad.core.catalog",
+        "stratad.core.images",
         "        return not (self.pinned or self.readers or self.taken)",
         "        return not (self.readers or self.taken)",
     ),
     Mutant(
         "images that are being read are evicted",
-        "stratad.core.catalog",
+        "stratad.core.images",
         "        return not (self.pinned or self.readers or self.taken)",
         "        return not (self.pinned or self.taken)",
     ),
     Mutant(
         "images that are being taken are evicted",
-        "stratad.core.catalog",
+        "stratad.core.images",
         "        return not (self.pinned or self.readers or self.taken)",
         "        return not (self.pinned or self.readers)",
     ),
@@ -257,5 +259,97 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "            if image.image_id in self.images:",
         "            if image.image_id in self.transits:",
         seeds=200,
+    ),
+    # --- the journal --------------------------------------------------------------------------------------------------
+    Mutant(
+        "a client is told of an image before its record is written",
+        "stratad.core.journaling",
+        "    append(state, [record], written, not_written)",
+        "    written(state); append(state, [record], lambda _: None, lambda _state, _error: None)",
+    ),
+    Mutant(
+        "the end of an image is not recorded",
+        "stratad.core.journaling",
+        "    append(state, records, written, otherwise)",
+        "    written(state)",
+    ),
+    Mutant(
+        "what could not be written counts as written",
+        "stratad.core.journaling",
+        "    if error:",
+        "    if False:",
+    ),
+    Mutant(
+        "a record does not end the image that it supersedes",
+        "stratad.core.journaling",
+        "        supersedes=previous.image_id if previous is not None else 0,",
+        "        supersedes=0,",
+    ),
+    Mutant(
+        "a record forgets the pin of the image that it supersedes",
+        "stratad.core.journaling",
+        "        pinned=previous is not None and previous.pinned,",
+        "        pinned=False,",
+    ),
+    Mutant(
+        "a process captures that the journal does not name",
+        "stratad.core.queue",
+        "        if not state.workers[name].recorded:",
+        "        if False:",
+        seeds=200,
+    ),
+    # --- the next daemon ----------------------------------------------------------------------------------------------
+    Mutant(
+        "a worker is started while the former daemon's still lives",
+        "stratad.core.adoption",
+        "            worker.state = WorkerState.AWAITING",
+        "            pass",
+    ),
+    Mutant(
+        "former workers that hang are not killed",
+        "stratad.core.adoption",
+        "            state.out.append(KillFormer(worker.name))",
+        "            pass",
+        seeds=300,
+    ),
+    Mutant(
+        "what was superseded comes back with the next daemon",
+        "stratad.core.records",
+        "                images.pop(record.supersedes, None)",
+        "                pass",
+    ),
+    Mutant(
+        "what was dropped comes back with the next daemon",
+        "stratad.core.records",
+        "                    images.pop(image_id, None)",
+        "                    pass",
+    ),
+    Mutant(
+        "adopted chunks are counted as referenced once",
+        "stratad.core.catalog",
+        "            chunk.references += 1",
+        "            chunk.references = 1",
+        seeds=200,
+    ),
+    Mutant(
+        "known damage is forgotten with the daemon",
+        "stratad.core.catalog",
+        "        image.damaged = any(chunk.damaged for chunk in image.chunks())",
+        "        image.damaged = False",
+        seeds=400,
+    ),
+    Mutant(
+        "shuttles are written although a process lives whose end cannot be proven",
+        "stratad.core.adoption",
+        "    sealed = worker.name in legacy.journal.workers and not legacy.same_pids",
+        "    sealed = False",
+        seeds=400,
+    ),
+    Mutant(
+        "a shuttle that a former worker made late stays in /dev/shm",
+        "stratad.core.adoption",
+        "        if index not in worker.sizes:",
+        "        if False:",
+        seeds=400,
     ),
 )

@@ -167,9 +167,10 @@ class SimWorker:
 
     def _make_shuttle(self, order: MakeShuttle) -> None:
         segment = self.shared.get(order.segment)
-        if self.shuttle_fault or segment is None or segment.whole is not order.adopt:
+        mine = segment is not None and segment.maker == self.pid and not segment.whole
+        if self.shuttle_fault or segment is None or not (segment.whole if order.adopt else mine):
             code, self.shuttle_fault = self.shuttle_fault or "exists", ""
-            if segment is not None and not segment.whole:
+            if mine:
                 del self.shared[order.segment]
             self.outbox.append(ShuttleFailed(order.index, code, f"no shuttle: {code}", order.shuttle_bytes, 0))
             return
