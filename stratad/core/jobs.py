@@ -28,7 +28,7 @@ from stratad.core.effects import SendTo
 from stratad.core.images import Image, StageDigests, StoredPiece
 from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
 from stratad.core.puts import Piece
-from stratad.core.state import PoolState, State, Worker, WorkerState
+from stratad.core.state import State, Worker, WorkerState
 
 LEAST_EVENT_WAIT_S = 0.05
 
@@ -38,13 +38,15 @@ def start(state: State, op: Operation) -> None:
     op.advance("start")
     op.waits_for = ""
     del state.waiting[op.op_id]
+    for run in op.stages:
+        run.generation = state.workers[run.worker].generation
     for run in op.stages if state.settings.parallel else op.stages[:1]:
         _send(state, op, run)
 
 
 def _send(state: State, op: Operation, run: StageRun) -> None:
     worker = state.workers[run.worker]
-    why_not = _why_not(state, op, run, worker)
+    why_not = _why_not(run, worker)
     if why_not:
         run.advance("skip")
         run.outcome = StageOutcome(run.stage, "failed", "worker_died", f"worker {worker.name} {why_not}")
@@ -67,19 +69,13 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     state.out.append(SendTo(worker.name, _command(op, run, pool, poll_event, event_wait_s)))
 
 
-def _why_not(state: State, op: Operation, run: StageRun, worker: Worker) -> str:
-    """What stands against sending a stage now. All was there when the operation began, but where stages are copied one
-    after another that may be long ago.
+def _why_not(run: StageRun, worker: Worker) -> str:
+    """What stands against sending a stage now. Where stages are copied one after another, the operation may have begun
+    long ago: a process that came since may lack the pool, the shuttles, or its name in the journal.
     """
     if not worker.can_serve:
         return f"is {worker.state.value}"
-    if state.settings.parallel:
-        return ""
-    opened = state.engines[op.engine_id].stages[run.stage].state is PoolState.OPEN
-    places = op.places(run) if run.target is None else ()
-    if opened and all(extent.shuttle in worker.mapped for place in places for extent in place.extents):
-        return ""
-    return "was started again meanwhile"
+    return "" if worker.generation == run.generation else "was started again meanwhile"
 
 
 def _command(

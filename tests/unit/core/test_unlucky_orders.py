@@ -52,28 +52,13 @@ def test_a_stage_is_not_sent_to_a_worker_that_was_started_again_meanwhile(make_c
     engine = core.register()
     seq = core.capture(engine, "a", range(600))
     core.worker_gone("cpu:1")
-    core.auto = False
     core.tick()
-    core.ready("cpu:1")
     assert core.core.state.workers["cpu:1"].state is WorkerState.READY
     core.finish("cpu:0")
     assert core.jobs("cpu:1") == []
     failure = core.failure(1, seq)
     assert (failure.code, failure.stage) == ("worker_died", 1)
     assert "started again" in failure.message
-
-
-def test_a_stage_waits_for_no_shuttle_that_its_worker_has(make_core: MakeCore) -> None:
-    core = make_core(parallel=False)
-    core.connect()
-    engine = core.register()
-    captured(core, engine)
-    copy = core.slot_copy(engine, "slot_direct")
-    core.finish_all()
-    assert not isinstance(core.final(1, copy), Failed)
-    seq = core.restore(engine)
-    core.finish_all()
-    assert isinstance(core.final(1, seq), Restored)
 
 
 def test_a_shuttle_that_a_former_worker_made_late_is_unlinked(make_core: MakeCore) -> None:
