@@ -9,6 +9,7 @@ The exit status is 0 if nothing was found, everything was reached, and every mut
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def main() -> int:
         print(json.dumps(runner.try_mutant(mutants.MUTANTS[options.mutant])._asdict()))
         return 0
     if options.seed is not None:
+        if os.environ.get("PYTHONHASHSEED") != "0":  # as in the processes that run many
+            os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
         found = runner.tell_story(options.seed, print if options.story else lambda _: None)
         print(found or f"seed {options.seed}: nothing found")
         return int(bool(found))
