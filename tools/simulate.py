@@ -15,10 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.support.simulation import mutants, runner  # noqa: E402
+from tests.support.simulation import mutants, runner
 
 
 def main() -> int:
+    """Read the command line, do what it says; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=0, help="how many seeds")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
@@ -38,7 +39,7 @@ def main() -> int:
         return 0
     if options.seed is not None:
         if os.environ.get("PYTHONHASHSEED") != "0":  # as in the processes that run many
-            os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
+            os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})  # noqa: S606
         found = runner.tell_story(options.seed, print if options.story else lambda _: None)
         print(found or f"seed {options.seed}: nothing found")
         return int(bool(found))
@@ -48,7 +49,9 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    result = runner.run_many(options.seeds, first=options.first, jobs=options.jobs) if options.seeds else {"passed": True}
+    result = (
+        runner.run_many(options.seeds, first=options.first, jobs=options.jobs) if options.seeds else {"passed": True}
+    )
     caught = runner.run_mutants(options.jobs) if options.mutants else []
     result["mutants"] = len(caught)
     result["mutants_caught"] = sum(bool(one.found) for one in caught)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ipc.messages import (
-    EXCHANGE_ROW_BYTES,
     PROTOCOL_VERSION,
     Acknowledge,
     Cancel,
@@ -19,8 +18,6 @@ from ipc.messages import (
     Drop,
     Failed,
     GetBegin,
-    GetEnd,
-    GetPart,
     Goodbye,
     Hello,
     ListImages,
@@ -52,11 +49,11 @@ from ipc.messages import (
     Stats,
     Unregister,
 )
-from shm.rows import pack_numbers, pack_rows
-from tests.support.simulation.content import Pool, part_content
-from tests.support.simulation.engine import Pending, SimEngine, SimPut, Slot, tokens_of
+from shm.rows import pack_numbers
+from tests.support.simulation import exchange
+from tests.support.simulation.content import Pool
+from tests.support.simulation.engine import CONVERSATIONS, Pending, SimEngine, SimPut, Slot, tokens_of
 
-CONVERSATIONS: Final = "abcdef"
 WRITERS: Final = (Restore, SlotDirect, SlotFrom)
 
 
@@ -143,7 +140,7 @@ class SimClient:
         if roll < 0.09:
             return self._administer(engine)
         if engine.exchange:
-            return self._exchange(engine)
+            return exchange.act(self, engine)
         return self._work(engine)
 
     def _register(self, engine: SimEngine) -> bool:
@@ -188,7 +185,8 @@ class SimClient:
             return self._slot_copy(engine, slot)
         return self._mark(engine, slot, self.rng.choice(("clean", "dirty", "poisoned")))
 
-    def _deadline_s(self) -> float:
+    def deadline_s(self) -> float:
+        """How long it will wait."""
         return 30.0 if self.rng.random() < 0.9 else 0.4
 
     def _capture(self, engine: SimEngine, slot: Slot) -> bool:
@@ -202,7 +200,7 @@ class SimClient:
             slot.number,
             "host",
             engine.positions(len(tokens)),
-            self._deadline_s(),
+            self.deadline_s(),
         )
         self.send(request, Pending(request, engine, (slot,), tokens=tokens))
         return True
@@ -226,7 +224,7 @@ class SimClient:
             "host",
             tokens=-1 if engine.has_state or self.rng.random() < 0.8 else self.rng.choice((1, 4, 5)),
             take=self.rng.random() < 0.35,
-            deadline_s=self._deadline_s(),
+            deadline_s=self.deadline_s(),
         )
         if request.tokens != -1:
             request = Restore(
@@ -250,7 +248,9 @@ class SimClient:
         if engine.transits and roll < 0.45:
             source = self.rng.choice(sorted(engine.transits))
             if roll < 0.05:
-                self.send(SlotDrop(seq, engine.engine_id, source), Pending(SlotDrop(seq, engine.engine_id, source), engine))
+                self.send(
+                    SlotDrop(seq, engine.engine_id, source), Pending(SlotDrop(seq, engine.engine_id, source), engine)
+                )
                 return True
             tokens = engine.transits[source]
             keep = self.rng.random() < 0.4
@@ -308,77 +308,6 @@ class SimClient:
         self.send(request, Pending(request, engine))
         return True
 
-    # --- puts and gets ------------------------------------------------------------------------------------------------
-
-    def _exchange(self, engine: SimEngine) -> bool:
-        area = engine.slots[0 if self.rng.random() < 0.55 else 1]
-        put = engine.put
-        if area.number == 0 and area.busy and put is not None and put.put_id and put.parts and self.rng.random() < 0.1:
-            return self._ask(PutCommit(self.next_seq(), engine.engine_id, put.put_id), engine, area)  # too early
-        if area.busy or area.held_by:
-            return False
-        return self._put(engine, area) if area.number == 0 else self._get(engine, area)
-
-    def _put(self, engine: SimEngine, area: Slot) -> bool:
-        put, seq = engine.put, self.next_seq()
-        if put is None:
-            name = self._put_name()
-            tokens = tokens_of(name, 6) if self.rng.random() < 0.5 else []
-            return self._ask(PutBegin(seq, engine.engine_id, name, pack_numbers(tokens)), engine, area)
-        if put.put_id == 0:
-            return False
-        if put.sent == put.rows and put.stored == put.rows and (put.parts > 2 or (put.parts and self.rng.random() < 0.7)):
-            end = PutAbort if self.rng.random() < 0.15 else PutCommit
-            return self._ask(end(seq, engine.engine_id, put.put_id), engine, area)
-        if put.sent == put.rows:
-            put.parts += 1
-            put.name, put.version = f"part{put.parts}", self.rng.randrange(1, 5)
-            put.rows, put.sent, put.stored = self.rng.choice((2, 4, 6, 9)), 0, 0
-        count = min(put.rows - put.sent, self.rng.choice((4, 12)))
-        first = area.first_row
-        content = part_content(put.version, put.rows)[put.sent : put.sent + count]
-        engine.pools[0].rows[0][first : first + count] = content
-        request = PutPart(
-            seq,
-            engine.engine_id,
-            put.put_id,
-            put.name,
-            put.rows * EXCHANGE_ROW_BYTES - 100,
-            pack_rows([(first, count)]),
-            f"{put.version} {put.rows}",
-            put.sent,
-            self._deadline_s(),
-        )
-        put.sent += count
-        return self._ask(request, engine, area)
-
-    def _get(self, engine: SimEngine, area: Slot) -> bool:
-        seq = self.next_seq()
-        if engine.get is None:
-            if not self.put_names:
-                return False
-            return self._ask(GetBegin(seq, engine.engine_id, self._put_name()), engine, area)
-        number, parts = engine.get
-        if self.rng.random() < 0.2:
-            engine.get = None
-            return self._ask(GetEnd(seq, engine.engine_id, number), engine, area)
-        which = self.rng.randrange(len(parts))
-        rows = pack_rows([(area.first_row, parts[which][2])])
-        request = GetPart(seq, engine.engine_id, number, which, rows, 0, self._deadline_s())
-        pending = Pending(request, engine, (area,), area, engine.snapshot(area))
-        pending.tokens = [parts[which][1], parts[which][2]]
-        self.send(request, pending)
-        return True
-
-    def _put_name(self) -> str:
-        if self.put_names and self.rng.random() < 0.5:
-            return self.rng.choice(sorted(self.put_names))
-        return self.rng.choice("xyz" if self.rng.random() < 0.9 else CONVERSATIONS)
-
-    def _ask(self, request: Request, engine: SimEngine, area: Slot) -> bool:
-        self.send(request, Pending(request, engine, (area,)))
-        return True
-
     # --- what it is told ----------------------------------------------------------------------------------------------
 
     def receive(self) -> None:
@@ -426,8 +355,8 @@ class SimClient:
             case PartStored() if engine.put is not None and isinstance(request, PutPart):
                 engine.put.stored = engine.put.sent
             case Parts():
-                parts = tuple((p.name, *map(int, p.meta.split())) for p in reply.parts)
-                engine.get = (reply.get_id, tuple((name, version, rows) for name, version, rows in parts))
+                parts = [(p.name, [int(number) for number in p.meta.split()]) for p in reply.parts]
+                engine.get = (reply.get_id, tuple((name, version, rows) for name, (version, rows) in parts))
             case Failed():
                 self._failed(request, reply, pending, engine)
             case Done() if isinstance(request, Drop):

@@ -22,13 +22,14 @@ UNWRITTEN: Final = 0
 _PRIME: Final = 0xFFFFFFFB
 
 Granule: TypeAlias = tuple[int, ...]
+Place: TypeAlias = tuple[str, int, int]  # worker, shuttle, granule
 
 
 class InvariantViolated(Exception):
     """What must never happen did: a finding of the simulator's own."""
 
 
-def check(held: bool, what: str) -> None:  # noqa: FBT001 - reads like assert
+def check(held: bool, what: str) -> None:
     """Raise `InvariantViolated` unless `held`."""
     if not held:
         raise InvariantViolated(what)

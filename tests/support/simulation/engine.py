@@ -17,6 +17,7 @@ from tests.support.simulation.content import (
     state_content,
 )
 
+CONVERSATIONS: Final = "abcdef"
 SLOTS: Final = 3
 SLOT_ROWS: Final = 12
 EXCHANGE_ROWS: Final = 32
@@ -132,9 +133,7 @@ class SimEngine:
         """The request that makes it known. Each pool travels as a descriptor."""
         stages = tuple(
             Stage(number, device, MemfdPool(descriptor, pool.layout.end_bytes), pool.layout)
-            for number, (device, pool, descriptor) in enumerate(
-                zip(self.devices, self.pools, descriptors, strict=True)
-            )
+            for number, (device, pool, descriptor) in enumerate(zip(self.devices, self.pools, descriptors, strict=True))
         )
         fields = {**FINGERPRINT, "engine_build": self.build}
         return Register(seq, "ns", "sim", fields, stages, 60.0, self.exchange)
@@ -184,8 +183,8 @@ class SimEngine:
 
 @dataclass(slots=True)
 class Pending:
-    """A request that has no final reply yet. `slots` are those that it may touch; `target` the one that it writes, whose
-    memory was `before` when it was sent; `tokens` what it is about.
+    """A request that has no final reply yet. `slots` are those that it may touch; `target` the one that it writes,
+    whose memory was `before` when it was sent; `tokens` what it is about.
     """
 
     request: Request

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from tests.support.simulation import succession
 from tests.support.simulation.worker import SimWorker
 from tests.support.simulation.world import World
 
@@ -34,7 +35,7 @@ class Faults:
             "supervisor_kill_later": self._supervisor_kill_later,
             "journal": self._journal,
         }
-        self._names = list(self._kinds)
+        self._names = [*self._kinds, "corrupt", "corrupt", "worker_kill", "supervisor_kill"]  # these more often
 
     def strike(self) -> bool:
         """Do something bad, now and then."""
@@ -94,7 +95,7 @@ class Faults:
     def _corrupt(self) -> bool:
         """A stray write changes bytes of a published image."""
         world = self.world
-        places = sorted(world.guard.published)
+        places = sorted(world.guard.images.published)
         if not places:
             return False
         worker, shuttle, granule = world.rng.choice(places)
@@ -164,7 +165,7 @@ class Faults:
         """The daemon dies between two events."""
         if self.world.core.state.stopping:
             return False
-        self.world.supervisor_died()
+        succession.died(self.world)
         return True
 
     def _supervisor_kill_later(self) -> bool:

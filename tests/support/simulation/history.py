@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Final
 
 from stratad.core.state import WorkerState
+from tests.support.simulation import succession
 from tests.support.simulation.client import SimClient
 from tests.support.simulation.content import InvariantViolated, Segment, check
 from tests.support.simulation.faults import Faults
-from tests.support.simulation.guard import Cause
+from tests.support.simulation.image_watch import Cause
 from tests.support.simulation.tally import Tally
 from tests.support.simulation.worker import SimWorker
 from tests.support.simulation.world import CoreCrashed, World
@@ -142,7 +143,7 @@ class History:
             lambda: world.core.report(process.name, process.generation, report, world.at),
         )
         if world.current.get(process.name) is process:
-            world.guard.damage_reported(process, report)
+            world.guard.audit.damage_reported(process, report)
 
     def _process_lives(self) -> bool:
         """What processes come to: forked, ended for good, noticed."""
@@ -234,7 +235,7 @@ class History:
         """Once everything is quiet: nothing is left over, and every image is what it stands for."""
         world = self.world
         world.guard.after_event(full=True)
-        world.guard.audit()
+        world.guard.audit.all()
         state = world.core.state
         check(not len(state.fences), "fences are left without an operation")
         if not state.stopping:
@@ -245,8 +246,8 @@ class History:
         check(not unlisted, f"segments that nobody lists: {sorted(unlisted)}")
         if world.core.stopped:  # what is kept is what the next one finds
             world.guard.daemon_gone()
-            world.next_daemon()
-            world.guard.audit()
+            succession.next_daemon(world)
+            world.guard.audit.all()
 
 
 class Broken(Exception):

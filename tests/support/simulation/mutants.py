@@ -1,7 +1,7 @@
 """One-line changes of the rules, each of which an invariant must catch: the proof that the simulator looks.
 
-A mutant replaces one whole line of a module of the core. Where that line is not there exactly once, the mutant is out of
-date, which is an error too: it must follow the code.
+A mutant replaces one whole line of a module of the core. Where that line is not there exactly once, the mutant is out
+of date, which is an error too: it must follow the code.
 """
 
 import importlib
@@ -28,7 +28,7 @@ class Mutant(NamedTuple):
     module: str
     old: str
     new: str
-    seeds: int = 60
+    seeds: int = 200
 
 
 class StaleMutant(Exception):
@@ -104,7 +104,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "a hung worker's extents and rows are free before its end is proven",
         "stratad.core.jobs",
         '            arenas.kill(state, worker, "worker_hung", f"job {late[0]} passed its deadline")',
-        '            arenas.kill(state, worker, "worker_hung", "late"); worker_gone(state, worker, "worker_hung", "late")',
+        '            arenas.kill(state, worker, "worker_hung", "late"); worker_gone(state, worker, "worker_hung", "late")',  # noqa: E501
     ),
     Mutant(
         "extents of a dropped image are free although a restore reads them",
@@ -185,9 +185,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "rows that a killed worker may have written are not told",
         "stratad.core.jobs",
-        "        _fail_stage(state, op, run, code, message, rows_undefined=written.packed if written is not None else ())",
+        "        _fail_stage(state, op, run, code, message, rows_undefined=written.packed if written is not None else ())",  # noqa: E501
         "        _fail_stage(state, op, run, code, message, rows_undefined=())",
-        seeds=200,
+        seeds=600,
     ),
     Mutant(
         "a writer may share rows with readers",
@@ -229,13 +229,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "a failed stage does not fail a restore",
         "stratad.core.jobs",
-        '    failed = next((run.outcome for run in op.stages if run.outcome is not None and run.outcome.state == "failed"), None)',
-        '    failed = next((r.outcome for r in op.stages if r.outcome and r.outcome.state == "failed" and op.captures), None)',
+        '    failed = next((run.outcome for run in op.stages if run.outcome is not None and run.outcome.state == "failed"), None)',  # noqa: E501
+        '    failed = next((r.outcome for r in op.stages if r.outcome and r.outcome.state == "failed" and op.captures), None)',  # noqa: E501
     ),
     Mutant(
         "one token more is told captured than was",
         "stratad.core.jobs",
-        "    state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))",
+        "    state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))",  # noqa: E501
         "    state.reply(op.client, Captured(op.seq, image.image_id, op.token_count + 1, image_bytes, 0, op.outcomes))",
     ),
     # --- damage -------------------------------------------------------------------------------------------------------
@@ -244,21 +244,21 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.jobs",
         '    if report.code == "damaged" and 0 <= report.chunk < len(stored):',
         '    if report.code == "broken" and 0 <= report.chunk < len(stored):',
-        seeds=200,
+        seeds=600,
     ),
     Mutant(
         "the next capture is deduplicated against a damaged chunk",
         "stratad.core.catalog",
         "        if self.chunks.get(chunk.key) is chunk:",
         "        if False:",
-        seeds=200,
+        seeds=600,
     ),
     Mutant(
         "damaged images are found by their tokens",
         "stratad.core.catalog",
         "            if image.image_id in self.images:",
         "            if image.image_id in self.transits:",
-        seeds=200,
+        seeds=600,
     ),
     # --- the journal --------------------------------------------------------------------------------------------------
     Mutant(
@@ -296,7 +296,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.queue",
         "        if not state.workers[name].recorded:",
         "        if False:",
-        seeds=200,
+        seeds=600,
     ),
     # --- the next daemon ----------------------------------------------------------------------------------------------
     Mutant(
@@ -310,7 +310,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.adoption",
         "            state.out.append(KillFormer(worker.name))",
         "            pass",
-        seeds=300,
+        seeds=900,
     ),
     Mutant(
         "what was superseded comes back with the next daemon",
@@ -329,27 +329,27 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.catalog",
         "            chunk.references += 1",
         "            chunk.references = 1",
-        seeds=200,
+        seeds=600,
     ),
     Mutant(
         "known damage is forgotten with the daemon",
         "stratad.core.catalog",
         "        image.damaged = any(chunk.damaged for chunk in image.chunks())",
         "        image.damaged = False",
-        seeds=400,
+        seeds=900,
     ),
     Mutant(
         "shuttles are written although a process lives whose end cannot be proven",
         "stratad.core.adoption",
         "    sealed = worker.name in legacy.journal.workers and not legacy.same_pids",
         "    sealed = False",
-        seeds=400,
+        seeds=900,
     ),
     Mutant(
         "a shuttle that a former worker made late stays in /dev/shm",
         "stratad.core.adoption",
         "        if index not in worker.sizes:",
         "        if False:",
-        seeds=400,
+        seeds=900,
     ),
 )

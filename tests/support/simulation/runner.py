@@ -1,5 +1,6 @@
 """Runs many seeds in several processes, and says what they reached and what they found."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -7,12 +8,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
 from tests.support.simulation import mutants
+from tests.support.simulation.history import Broken, History
 from tests.support.simulation.mutants import Mutant
+from tests.support.simulation.tally import Tally, counted_tables, wanted
 
 TOOL: Final = mutants.ROOT / "tools" / "simulate.py"
 # Of fewer seeds nobody can ask that they reach everything.
@@ -30,11 +34,8 @@ class Part(NamedTuple):
     crashes: int
 
 
-def run_seeds(first: int, count: int, *, stop_at_violation: bool = False) -> Part:
+def run_seeds(first: int, count: int) -> Part:
     """Run seeds one after another in this process."""
-    from tests.support.simulation.history import Broken, History
-    from tests.support.simulation.tally import Tally, counted_tables
-
     tally = Tally()
     sizes: list[tuple[int, int, int]] = []
     violations: list[str] = []
@@ -48,8 +49,6 @@ def run_seeds(first: int, count: int, *, stop_at_violation: bool = False) -> Par
             except Broken as broken:
                 crashes += broken.crashed
                 violations.append(str(broken))
-                if stop_at_violation and not broken.crashed:
-                    break
             world = history.world
             sizes.append((world.events, len(world.conversations), len(world.devices)))
     return Part(dict(tally.counts), sizes, violations, crashes)
@@ -57,9 +56,6 @@ def run_seeds(first: int, count: int, *, stop_at_violation: bool = False) -> Par
 
 def tell_story(seed: int, write: Callable[[str], None]) -> str:
     """Run one seed and write its whole history; what broke it, or nothing."""
-    from tests.support.simulation.history import Broken, History
-    from tests.support.simulation.tally import Tally
-
     try:
         History(seed, Tally(), write).run()
     except Broken as broken:
@@ -69,8 +65,6 @@ def tell_story(seed: int, write: Callable[[str], None]) -> str:
 
 def summary(parts: Sequence[Part], seconds: float, jobs: int) -> dict[str, Any]:
     """The result of a run, as it is printed."""
-    from tests.support.simulation.tally import wanted
-
     counts: Counter[str] = Counter()
     for part in parts:
         counts.update(part.counts)
@@ -92,9 +86,9 @@ def summary(parts: Sequence[Part], seconds: float, jobs: int) -> dict[str, Any]:
         "missing": missing if len(sizes) >= ENOUGH_SEEDS else [],
         "counts": dict(sorted(counts.items())),
     }
-    small = (
-        medians[0] < LEAST_EVENTS or medians[1] < LEAST_CONVERSATIONS or medians[2] < LEAST_STAGES
-    ) and len(sizes) >= ENOUGH_SEEDS
+    small = (medians[0] < LEAST_EVENTS or medians[1] < LEAST_CONVERSATIONS or medians[2] < LEAST_STAGES) and len(
+        sizes
+    ) >= ENOUGH_SEEDS
     result["passed"] = not (violations or result["missing"] or small)
     return result
 
@@ -105,7 +99,7 @@ def run_many(seeds: int, *, first: int = 0, jobs: int = 0) -> dict[str, Any]:
     jobs = max(1, min(jobs, seeds))
     bounds = [first + seeds * n // jobs for n in range(jobs + 1)]
     start_s = time.monotonic()
-    commands = [["--part", str(low), str(high - low)] for low, high in zip(bounds, bounds[1:], strict=False)]
+    commands = [["--part", str(low), str(high - low)] for low, high in pairwise(bounds)]
     parts = [
         Part(got["counts"], [tuple(size) for size in got["sizes"]], got["violations"], got["crashes"])
         for got in _children(commands, jobs)
@@ -125,11 +119,10 @@ class Caught(NamedTuple):
 def try_mutant(mutant: Mutant) -> Caught:
     """Run a mutant in this process, which has that core from now on."""
     mutants.install(mutant)
-    from tests.support.simulation import runner  # of the changed core
-
+    changed = importlib.import_module(__name__)  # with all that it stands on
     crashes = 0
     for seed in range(mutant.seeds):
-        part = runner.run_seeds(seed, 1)
+        part = changed.run_seeds(seed, 1)
         crashes += part.crashes
         if part.violations and not part.crashes:
             return Caught(mutant.name, part.violations[0], seed + 1, crashes)

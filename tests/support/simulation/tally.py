@@ -1,14 +1,17 @@
 """What the histories reached: every kind of operation, every fault, every move of every table."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from enum import Enum
+from typing import Any, Final, TypeVar
 
 from ipc.messages import Failed, Progress, Reply
 from stratad.core.ops import OP_MOVES, STAGE_MOVES, OpKind, OpState, StageState
 from stratad.core.state import PoolState, State, WorkerState
+
+StateT = TypeVar("StateT", bound=Enum)
 
 
 @dataclass(slots=True)
@@ -60,34 +63,37 @@ class Tally:
         self.counts["core:evictions"] += state.catalog.evictions
 
 
-class _CountedMoves(dict):  # type: ignore[type-arg]
+class _CountedMoves(dict[str, StateT]):
     """The moves out of one state; each that is made is counted."""
 
-    counts: Counter[str]
-    prefix: str
+    def __init__(self, moves: dict[str, StateT], counts: Counter[str], prefix: str) -> None:
+        super().__init__(moves)
+        self._counts = counts
+        self._prefix = prefix
 
-    def get(self, event, default=None):  # type: ignore[no-untyped-def,override]
-        found = dict.get(self, event, default)
-        if found is not None:
-            self.counts[f"{self.prefix}:{event}"] += 1
-        return found
+    def get(self, event: str, default: Any = None) -> Any:
+        if event in self:
+            self._counts[f"{self._prefix}:{event}"] += 1
+        return super().get(event, default)
+
+
+def _count(table: dict[StateT, dict[str, StateT]], counts: Counter[str], name: str) -> Callable[[], None]:
+    """Have the moves of a table counted; returns what ends that."""
+    before = dict(table)
+    for state, moves in before.items():
+        table[state] = _CountedMoves(moves, counts, f"{name}:{state.value}")
+    return lambda: table.update(before)
 
 
 @contextmanager
 def counted_tables(counts: Counter[str]) -> Iterator[None]:
     """Count every move of the two tables of operations while this lasts."""
-    tables = (("op", OP_MOVES), ("stage", STAGE_MOVES))
-    before = [(table, dict(table)) for _, table in tables]  # type: ignore[call-overload]
-    for name, table in tables:
-        for state, moves in list(table.items()):  # type: ignore[attr-defined]
-            counted = _CountedMoves(moves)
-            counted.counts, counted.prefix = counts, f"{name}:{state.value}"
-            table[state] = counted  # type: ignore[index]
+    ends = [_count(OP_MOVES, counts, "op"), _count(STAGE_MOVES, counts, "stage")]
     try:
         yield
     finally:
-        for table, moves in before:
-            table.update(moves)
+        for end in ends:
+            end()
 
 
 FAULTS: Final = (
@@ -105,7 +111,14 @@ def wanted() -> set[str]:
     names |= {f"worker:{state.value}" for state in WorkerState}
     names |= {f"pool:{state.value}" for state in PoolState}
     names |= {f"core:{kind.value}s" for kind in OpKind} | {f"core:{kind.value}s_failed" for kind in OpKind}
-    names |= {"core:evictions", "core:images_damaged", "core:workers_hung", "core:puts_ended", "core:drops", "core:journal_failures"}
+    names |= {
+        "core:evictions",
+        "core:images_damaged",
+        "core:workers_hung",
+        "core:puts_ended",
+        "core:drops",
+        "core:journal_failures",
+    }
     names |= {"core:images_adopted", "adoption:same pids", "adoption:other pids"}
     names |= {"progress:accepted", "progress:source_free", "reply:WorkersChanged", "reply:Found", "reply:Parts"}
     return names

@@ -1,4 +1,4 @@
-"""Everything around the core: processes, their memory, the connections between them; and the carrying out of effects."""
+"""Everything around the core: processes, their memory, the connections between them; and the effects carried out."""
 
 import random
 from collections import Counter, deque
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ipc.messages import CaptureJob, CopyJob, Failed, Progress, Reply, RestoreJob
-from shm.extent import GRANULE_BYTES
 from shm.header import segment_name
 from stratad.core.adoption import Legacy
 from stratad.core.core import Core
@@ -27,14 +26,14 @@ from stratad.core.effects import (
     UnlinkSegment,
     WatchFormer,
 )
-from stratad.core.memory_tracks import MemorySettings, Reading, Target
-from stratad.core.records import replay
-from stratad.core.restarts import RestartPolicy
+from stratad.core.memory_tracks import Reading, Target
 from stratad.core.state import Instant, Settings
+from tests.support.simulation import succession
 from tests.support.simulation.client import SimClient
-from tests.support.simulation.content import CHUNK_TOKENS, KEY_ID, InvariantViolated, Pool, Segment, check
+from tests.support.simulation.content import InvariantViolated, Pool, Segment, check
 from tests.support.simulation.engine import EXCHANGE, PLAIN, STATEFUL, SimEngine
-from tests.support.simulation.guard import Cause, Guard
+from tests.support.simulation.guard import Guard
+from tests.support.simulation.image_watch import Cause
 from tests.support.simulation.journal import SimJournal
 from tests.support.simulation.tally import Tally
 from tests.support.simulation.worker import SimWorker
@@ -100,42 +99,20 @@ class World:
                 engines.append(SimEngine.make([rng.choice(world.devices)], EXCHANGE, "e1", exchange=True))
             world.clients.append(SimClient(f"engine {number}", 4000 + number, rng, engines, tally.counts))
         world.recount_every = rng.choice((1, 8, 8, 8, 8))
-        world.settings = world._new_settings()
+        world.settings = succession.small_settings(rng)
         world.core = world.new_core()
         return world
+
+    def start(self) -> None:
+        """The first two events of every daemon."""
+        self.starting = True
+        self.event(Cause("start"), lambda: self.core.start(self.at))
+        self.event(Cause("tick"), lambda: self.core.tick(self.at))
 
     def new_core(self, legacy: Legacy | None = None) -> Core:
         """A daemon that has just been started: its first event is due."""
         self.settings = replace(self.settings, start_id=self.rng.randbytes(16))
         return Core(self.settings, {device: device for device in self.devices}, self.at, legacy)
-
-    def _new_settings(self) -> Settings:
-        """Small, and different from seed to seed."""
-        rng = self.rng
-        shuttle_bytes = 8 * GRANULE_BYTES
-        return Settings(
-            instance="sim",
-            uid=1000,
-            pid=1,
-            start_id=b"",
-            package_hash="h",
-            commit="c",
-            parallel=rng.random() < 0.75,
-            chunk_tokens=CHUNK_TOKENS,
-            budget_bytes=rng.choice((28, 60, 200)) * GRANULE_BYTES,
-            budget_images=rng.choice((3, 6, 100)),
-            shuttle_bytes=shuttle_bytes,
-            arena_bytes=rng.choice((2, 3, 4)) * shuttle_bytes,
-            prefault=rng.random() < 0.2,
-            max_message_bytes=MIB,
-            max_clients=4,
-            max_ops=rng.choice((5, 16, 16)),
-            boot_s=10.0,
-            job_floor_s=5.0,
-            link_floor_bytes_per_s=1e9,
-            restarts=RestartPolicy(0.1, 1.0, rng.choice((2, 4, 9))),
-            memory=MemorySettings(sample_s=5.0 if rng.random() < 0.1 else 1e9, keep=4),
-        )
 
     @property
     def at(self) -> Instant:
@@ -154,18 +131,18 @@ class World:
         self.events += 1
         self.tally.event(cause.name)
         cause.running = tuple(self.core.state.ops.values())
-        self.guard.cause = cause
+        self.guard.images.cause = cause
         if self.story is not None:
             self.tell(f"--> {cause.name}" + (f" {cause.request}" if cause.request is not None else ""))
         try:
             self.perform(self.called(call))
         except SupervisorDied:
             self._later.clear()
-            self.supervisor_died()
+            succession.died(self)
             return
         self.starting = self.starting and cause.name != "tick"
         self.guard.after_event(full=self.events % self.recount_every == 0 and not self.starting)
-        self.guard.event_done()
+        self.guard.images.event_done()
         self.tally.look(self.core.state)
         while self._later:
             self._later.popleft()()
@@ -247,7 +224,7 @@ class World:
             return
         command = effect.command
         if isinstance(command, CaptureJob | RestoreJob | CopyJob):
-            self.guard.job_sent(process, command)
+            self.guard.jobs.sent(process, command)
             self.tally.counts[f"job:{type(command).__name__}"] += 1
         if process.alive:
             process.inbox.append(command)
@@ -337,7 +314,7 @@ class World:
         self.exits.append(process)
         for client in self.clients:
             client.process_gone((process.name, process.pid))
-        self.guard.audit()
+        self.guard.audit.all()
 
     def notice(self, process: SimWorker) -> None:
         """The supervisor sees that a process is gone."""
@@ -378,58 +355,6 @@ class World:
         self.guard.client_gone(number)
         self.event(Cause("client_gone"), lambda: self.core.client_gone(number, self.at))
 
-    # --- the next daemon ----------------------------------------------------------------------------------------------
-
-    def supervisor_died(self) -> None:
-        """The daemon is no more: connections end, its template too, its workers soon; then the next one starts."""
-        self.tell("!!! the supervisor is gone")
-        self.tally.end(self.core.state)
-        self.die_after = -1
-        served_by = {(process.name, process.pid) for process in self.processes}
-        for client in list(self.by_number.values()):
-            client.lose_connection(served_by)
-        self.by_number.clear()
-        self.orders.clear()
-        self.doomed_orders.clear()
-        self.current.clear()
-        self.formers.clear()
-        self.exits.clear()
-        for process in self.processes:
-            process.orphan = True
-            process.outbox.clear()
-            process.unprovable = process.unprovable or self.journal.workers.get(process.name) != process.pid
-        self.guard.daemon_gone()
-        self.next_daemon()
-
-    def next_daemon(self) -> None:
-        """It replays the journal, takes over what it can, and removes what it does not know."""
-        same_pids = self.rng.random() < 0.9
-        self.tally.counts["adoption:same pids" if same_pids else "adoption:other pids"] += 1
-        for process in self.processes:
-            process.unprovable = process.unprovable or not same_pids
-            if process.unprovable:
-                self.unprovable.add(process.pid)
-        shuttles: dict[str, dict[int, int]] = {device: {} for device in self.devices}
-        for segment in self.shared.values():
-            if segment.whole:
-                shuttles[segment.worker][segment.index] = self.settings.shuttle_bytes
-        legacy = Legacy(replay(self.journal.records), shuttles, KEY_ID, same_pids)
-        self.tally.begin()
-        if self.rng.random() < 0.2:  # somebody has edited the configuration
-            self.settings = self._new_settings()
-        self.core = self.new_core(legacy)
-        self.guard.adopted()
-        self.journal.begin_anew(self.core.records)
-        for name in self.shared.keys() - self.core.segments:
-            del self.shared[name]
-        self.start()
-
-    def start(self) -> None:
-        """The first two events of every daemon."""
-        self.starting = True
-        self.event(Cause("start"), lambda: self.core.start(self.at))
-        self.event(Cause("tick"), lambda: self.core.tick(self.at))
-
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def listed_segments(self) -> set[str]:
@@ -442,4 +367,4 @@ class World:
         return found
 
 
-__all__ = ["CoreCrashed", "InvariantViolated", "World", "Counter"]
+__all__ = ["CoreCrashed", "Counter", "InvariantViolated", "World"]
