@@ -32,7 +32,7 @@ from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
 from stratad.core.failures import Refusal
 from stratad.core.memory_tracks import Reading, Role, Target
-from stratad.core.ops import RUNNING, OpState
+from stratad.core.ops import RUNNING, OpKind, OpState
 from stratad.core.state import ClientRecord, Instant, Settings, State, Worker, WorkerState
 
 # How long a lifeline may stay without its hello.
@@ -459,8 +459,11 @@ class Core:
             get.image for engine in state.engines.values() for get in engine.gets.values()
         ]:
             readers[image.image_id] = readers.get(image.image_id, 0) + 1
+        takes = [op.image.image_id for op in state.ops.values() if op.image is not None and op.kind is OpKind.TAKE]
+        takes += [image_id for engine in state.engines.values() for image_id in engine.takes]
         for image in state.catalog.images.values():
             assert image.readers == readers.get(image.image_id, 0), f"image {image.image_id}: readers out of step"
+            assert image.taken == takes.count(image.image_id), f"image {image.image_id}: takes out of step"
 
     def _validate_fences(self, op_ids: Iterable[int]) -> None:
         state = self.state

@@ -89,6 +89,7 @@ class Worker:
     kill_code: str = ""
     former: tuple[int, int] | None = None  # pid and start ticks of the earlier daemon's process, not proven gone
     former_by_s: float = math.inf  # when that is killed
+    former_shuttles: int = 0  # it had no more than this: those that we do not know were made after we had looked
     recorded: bool = False  # the journal names its present process
     detail: str = ""
     ready: WorkerReady | None = None
