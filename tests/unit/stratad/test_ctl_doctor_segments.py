@@ -78,8 +78,8 @@ def test_orphans_are_those_whose_lock_nobody_holds(tmp_path: Path) -> None:
     [
         ((100, 100), 79, True, State.OK),
         ((100, 100), 81, True, State.WARN),
-        ((64, 74), 3, False, State.OK),
-        ((64, 73), 3, False, State.FAIL),
+        ((64, 75), 3, False, State.OK),
+        ((64, 74), 3, False, State.FAIL),
     ],
 )
 def test_the_limit_of_open_files(
