@@ -194,6 +194,7 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
         job_floor_s=config.deadlines.job_floor_s,
         link_floor_bytes_per_s=config.deadlines.link_floor_bytes_per_s,
         restarts=RestartPolicy(restarts.backoff_first_s, restarts.backoff_cap_s, restarts.give_up_after),
+        rescue_max_s=config.rescue.max_s,
         memory=MemorySettings(
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after
         ),

@@ -151,6 +151,15 @@ class FaultyCopier:
         self._strike()
         return self._inner.complete_capture(slot)
 
+    def begin_digest(self, slot: int, work: SliceWork) -> None:
+        """See `Copier`. Counts as a copy."""
+        self._inner.begin_digest(slot, self._begin(work))
+
+    def complete_digest(self, slot: int) -> list[bytes]:
+        """See `Copier`."""
+        self._strike()
+        return self._inner.complete_digest(slot)
+
     def complete_copy(self, slot: int, target: SliceWork) -> None:
         """See `Copier`."""
         self._strike()

@@ -26,7 +26,7 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
-from stratad.core import arenas, jobs, memory, queue, registration, service
+from stratad.core import arenas, jobs, memory, queue, registration, rescue, service
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
@@ -70,6 +70,9 @@ class Core:
         jobs.check_deadlines(state)
         queue.expire(state)
         registration.expire(state)
+        rescue.expire(state)
+        registration.remove_idle(state)
+        registration.answer_announced(state)
         service.answer_stats(state, late=True)
         memory.tick(state)
         if state.stopping:
@@ -89,6 +92,8 @@ class Core:
         state = self.state
         due: list[float] = [request.deadline_s for request in state.stats_requests]
         due.append(state.memory.due_s)
+        due.extend(rescue.due_s(state))
+        due.extend(entry.deadline_s for entry in state.announced)
         for worker in state.workers.values():
             if worker.state is WorkerState.DEAD and not state.stopping:
                 due.append(worker.next_start_s)
@@ -132,9 +137,18 @@ class Core:
         if record is not None:
             state.stats_requests = [r for r in state.stats_requests if r.client != client]
             state.memory.asked = [entry for entry in state.memory.asked if entry[0] != client]
+            state.announced = [entry for entry in state.announced if entry.client != client]
             for engine_id in tuple(record.engines):
+                rescue.client_gone(state, record, state.engines[engine_id])
                 registration.close(state, state.engines[engine_id])
             queue.pump(state)
+        return self._end()
+
+    def process_ended(self, client: int, at: Instant, *, proven: bool = True) -> list[Effect]:
+        """The process of a client that has gone is proven gone (`AwaitEnd`); or it cannot be watched."""
+        state = self._begin(at)
+        rescue.process_ended(state, client, proven=proven)
+        registration.remove_idle(state)
         return self._end()
 
     def request(self, client: int, request: Request, at: Instant) -> list[Effect]:
@@ -315,6 +329,7 @@ class Core:
         state = self._begin(at)
         if not state.stopping:
             state.stopping = True
+            rescue.stop(state)
             for op in list(state.waiting.values()):
                 jobs.fail(state, op, "stopping", "the daemon is stopping")
             for worker in state.workers.values():

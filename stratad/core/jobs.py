@@ -8,11 +8,14 @@ from ipc.messages import (
     Captured,
     CaptureJob,
     Copied,
+    CopyCommand,
     CopyJob,
     CudaIpcPool,
+    DigestJob,
     Failed,
     JobDone,
     JobFailed,
+    Marked,
     PartLoaded,
     PartStored,
     Progress,
@@ -23,8 +26,10 @@ from ipc.messages import (
 )
 from shm.extent import pack_places
 from shm.rows import pack_numbers
-from stratad.core import arenas
+from stratad.core import arenas, marking
+from stratad.core.clean_marks import CleanMark, Marking
 from stratad.core.effects import SendTo
+from stratad.core.failures import Refusal
 from stratad.core.images import StageDigests, StoredPiece
 from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
 from stratad.core.puts import Piece
@@ -38,6 +43,8 @@ def start(state: State, op: Operation) -> None:
     op.advance("start")
     op.waits_for = ""
     del state.waiting[op.op_id]
+    if op.writes_rows:
+        marking.end_written(state, op)
     for run in op.stages if state.settings.parallel else op.stages[:1]:
         _send(state, op, run)
 
@@ -66,10 +73,11 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     state.out.append(SendTo(worker.name, _command(op, run, pool, poll_event, event_wait_s)))
 
 
-def _command(
-    op: Operation, run: StageRun, pool: int, poll_event: bool, event_wait_s: float
-) -> CaptureJob | RestoreJob | CopyJob:
+def _command(op: Operation, run: StageRun, pool: int, poll_event: bool, event_wait_s: float) -> CopyCommand:
     rows, positions = run.rows.packed, pack_numbers(op.positions)
+    if op.marking is not None:
+        asked = pack_numbers(op.marking.asked[run.stage])
+        return DigestJob(run.job, pool, rows, op.token_count, asked, poll_event, positions, event_wait_s)
     if run.target is not None:
         target = run.target.packed
         return CopyJob(run.job, pool, rows, target, op.token_count, poll_event, positions, event_wait_s)
@@ -129,8 +137,8 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
     op, stage = found
     run = op.stages[stage]
     worker.moved_s[op.reads_rows] = state.now_s
-    if op.captures:
-        count = len(run.spans)
+    if op.captures or op.marking is not None:
+        count = len(op.digested(run))
         if len(report.digests) != count * DIGEST_BYTES or worker.ready is None:
             _fail_stage(
                 state, op, run, "internal", f"worker answered {len(report.digests)} bytes of digests for {count} chunks"
@@ -283,6 +291,10 @@ def _finish(state: State, op: Operation) -> None:
         fail(state, op, "cancelled", "the operation was cancelled")
     elif op.image is not None:
         _restored(state, op)
+    elif op.marking is not None:
+        _marked(state, op, op.marking)
+    elif op.mark is not None:
+        _rescued(state, op, op.mark)
     elif engine is not None and engine.marks.get(op.slot if op.captures else op.source_slot) == "poisoned":
         _disown_written(op)
         fail(state, op, "poisoned", "the slot was marked poisoned while it was read")
@@ -314,11 +326,47 @@ def _published(state: State, op: Operation) -> None:
         if former is not None:
             state.catalog.drop_transit(former)
         engine.transits[op.slot] = image
-    state.count(f"{op.kind.value}s")
+    state.count("rescued_images" if op.kind is OpKind.RESCUE else f"{op.kind.value}s")
     state.count("new_bytes", new_bytes)
     image_bytes = sum(run.job_bytes for run in op.stages)
     state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))
     release(state, op)
+
+
+def _marked(state: State, op: Operation, made: Marking) -> None:
+    """The contents of a slot are digested: they are declared, unless the slot was marked otherwise meanwhile."""
+    try:
+        marking.declare(state, op, made, [run.answer for run in op.stages if run.answer is not None])
+    except Refusal as refusal:
+        fail(state, op, refusal.code, refusal.message)
+        return
+    op.advance("declare")
+    state.count(f"{op.kind.value}s")
+    digested_bytes = sum(run.job_bytes for run in op.stages)
+    state.reply(op.client, Marked(op.seq, op.token_count, digested_bytes, op.outcomes))
+    release(state, op)
+
+
+def _rescued(state: State, op: Operation, mark: CleanMark) -> None:
+    """What a dead engine's slot held is copied: publish what of it is as it was declared."""
+    try:
+        marking.cut(state, op, mark, [run.answer for run in op.stages if run.answer is not None])
+    except Refusal as refusal:
+        fail(state, op, refusal.code, refusal.message)
+        return
+    rescue = state.engines[op.engine_id].rescue
+    if rescue is not None:
+        rescue.images += 1
+    state.count("rescued_bytes", sum(span.length_bytes for run in op.stages for span in run.spans))
+    state.log(
+        "info",
+        "slot rescued",
+        engine=op.engine_id,
+        slot=op.slot,
+        tokens=op.token_count,
+        declared_tokens=mark.token_count,
+    )
+    _published(state, op)
 
 
 def _stored(state: State, op: Operation, piece: Piece) -> None:

@@ -115,6 +115,9 @@ def engine_info(state: State, engine: Engine) -> EngineInfo:
         marks,
         len(engine.transits),
         sum(chunk.granule_bytes for image in engine.transits.values() for chunk in image.chunks()),
+        len(engine.clean.by_slot),
+        engine.clean.tokens,
+        engine.rescue.describe() if engine.rescue is not None else "",
     )
 
 
