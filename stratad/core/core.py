@@ -71,7 +71,6 @@ class Core:
         queue.expire(state)
         registration.expire(state)
         rescue.expire(state)
-        registration.remove_idle(state)
         registration.answer_announced(state)
         service.answer_stats(state, late=True)
         memory.tick(state)
@@ -148,7 +147,6 @@ class Core:
         """The process of a client that has gone is proven gone (`AwaitEnd`); or it cannot be watched."""
         state = self._begin(at)
         rescue.process_ended(state, client, proven=proven)
-        registration.remove_idle(state)
         return self._end()
 
     def request(self, client: int, request: Request, at: Instant) -> list[Effect]:
@@ -370,6 +368,8 @@ class Core:
         return state
 
     def _end(self) -> list[Effect]:
+        if self.state.closing:  # whatever ended the last operation of a closed engine, it is looked at once more
+            registration.remove_idle(self.state)
         out = self.state.out
         self.state.out = []
         return out

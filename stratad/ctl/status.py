@@ -160,11 +160,16 @@ def _engines(stats: StatsReply) -> list[str]:
             " ".join(engine.stages),
             str(engine.ops),
             " ".join(f"{mark}={count}" for mark, count in sorted(engine.marks.items())) or "-",
+            f"{engine.clean_slots} ({engine.clean_tokens} tokens)" if engine.clean_slots else "-",
             f"{engine.transits} ({human_bytes(engine.transit_bytes)})" if engine.transits else "-",
+            engine.rescue or "-",
         )
         for engine in stats.engines
     )
-    return table(("engine", "name", "namespace", "pid", "uid", "stages", "ops", "marks", "in transit"), rows)
+    return table(
+        ("engine", "name", "namespace", "pid", "uid", "stages", "ops", "marks", "declared", "in transit", "rescue"),
+        rows,
+    )
 
 
 def _ops(stats: StatsReply) -> list[str]:
