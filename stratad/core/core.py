@@ -397,6 +397,8 @@ class Core:
         self._validate_fences(state.ops.keys())
         for engine in state.engines.values():
             assert engine.ops == sum(1 for op in state.ops.values() if op.engine_id == engine.engine_id)
+            assert engine.rescue is None or engine.closing
+            assert all(mark.slot == slot and mark.digests for slot, mark in engine.clean.by_slot.items())
         self._validate_puts()
 
     def _validate_puts(self) -> None:

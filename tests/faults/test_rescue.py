@@ -139,6 +139,7 @@ def doomed(daemon: DaemonProcess, client: Client, namespace: str) -> None:
     """An engine with three declared conversations of 2.5 MiB a stage is killed; back when its rescue runs."""
     before = client.stats().counters.get("rescues", 0)
     with MortalEngine(daemon, "wide", namespace) as mortal:
+        mortal.ask("fill", seed=3)
         for slot in range(3):
             mortal.ask("mark", conversation=f"c{slot}", tokens=640, first=640 * slot, slot=slot)
         mortal.kill()
@@ -171,8 +172,8 @@ def test_a_worker_that_dies_in_a_rescue_takes_nothing_with_it(slow: DaemonProces
         wait_until(lambda: client.stats().health == "ok")
         with MortalEngine(slow, "wide", "worker") as following:
             following.ask("zero")
-            assert following.ask("restore", conversation="c2", tokens=640) == {"tokens": 640}
-            assert following.ask("same", seed=0, tokens=640, source=0, target=0) == {"same": False}
+            assert following.ask("restore", conversation="c2", tokens=256) == {"tokens": 256}
+            assert following.ask("same", seed=3, tokens=256, source=1280, target=0) == {"same": True}
             following.ask("goodbye")
 
 
