@@ -26,7 +26,7 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
-from stratad.core import arenas, jobs, memory, queue, registration, rescue, service
+from stratad.core import adoption, arenas, jobs, journaling, memory, queue, registration, rescue, service
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
@@ -37,22 +37,61 @@ from stratad.core.state import ClientRecord, Instant, Settings, State, Worker, W
 
 # How long a lifeline may stay without its hello.
 HELLO_S = 10.0
+# Image ids of one start differ in these bits.
+ID_BITS = 20
 
 
 class Core:
     """The daemon's state machine. `devices` maps worker names to device names (``cpu:K`` or a GPU's UUID)."""
 
-    def __init__(self, settings: Settings, devices: Mapping[str, str], at: Instant) -> None:
-        # An id that somebody kept from an earlier daemon must name nothing here, so each start begins elsewhere.
-        first_image_id = (int.from_bytes(settings.start_id[:5], "little") << 20) + 1
-        self.state = State(settings, Catalog(settings.budget_bytes, settings.budget_images, first_image_id))
+    def __init__(
+        self, settings: Settings, devices: Mapping[str, str], at: Instant, legacy: adoption.Legacy | None = None
+    ) -> None:
+        self.state = State(
+            settings, Catalog(settings.budget_bytes, settings.budget_images, _first_id(settings, legacy))
+        )
         self.state.started_s = self.state.now_s = at.now_s
         self.state.now_unix_s = at.now_unix_s
         for name, device in devices.items():
             arena = Arena()
             self.state.catalog.arenas[name] = arena
             self.state.workers[name] = Worker(name, device, arena, next_start_s=at.now_s)
+        if legacy is not None:
+            adoption.adopt(self.state, legacy)
+        self._adoption_log = self._end()
+        self.records = adoption.snapshot(self.state, legacy)
         self.state.wake_by(at.now_s)
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def start(self, at: Instant) -> list[Effect]:
+        """The first event: what the earlier daemon left is taken over."""
+        state = self._begin(at)
+        state.out.extend(self._adoption_log)
+        self._adoption_log = []
+        self.records = ()
+        adoption.begin(state)
+        return self._end()
+
+    def former_gone(self, name: str, at: Instant) -> list[Effect]:
+        """Proof that the process which served a worker's device for an earlier daemon is gone."""
+        state = self._begin(at)
+        adoption.former_gone(state, state.workers[name])
+        return self._end()
+
+    def journaled(self, serial: int, error: str, at: Instant) -> list[Effect]:
+        """An `Append` was carried out; `error` says why not."""
+        state = self._begin(at)
+        journaling.answered(state, serial, error)
+        if state.closing:
+            registration.remove_idle(state)
+        queue.pump(state)
+        return self._end()
+
+    @property
+    def segments(self) -> frozenset[str]:
+        """The names of all segments that the arenas hold."""
+        return frozenset(s for worker in self.state.workers.values() for s in worker.segments.values())
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -67,6 +106,7 @@ class Core:
                 state.out.append(SpawnWorker(worker.name, worker.generation))
             elif worker.state is WorkerState.STARTING and worker.born_s + state.settings.boot_s <= state.now_s:
                 arenas.kill(state, worker, "worker_hung", f"not ready after {state.settings.boot_s} s")
+        adoption.expire(state)
         jobs.check_deadlines(state)
         queue.expire(state)
         registration.expire(state)
@@ -187,6 +227,7 @@ class Core:
         worker = state.workers[name]
         if worker.generation == generation:
             worker.pid, worker.start_ticks = pid, start_ticks
+            journaling.record_worker(state, worker)
             if worker.state is WorkerState.KILLED or state.stopping:  # it was not there yet when its end was wanted
                 state.out.append(KillWorker(name, generation, "its end was asked for before it was forked"))
         return self._end()
@@ -311,6 +352,7 @@ class Core:
             )
         jobs.worker_gone(state, worker, code, f"worker {name} (pid {worker.pid}): {reason}")
         worker.pid = worker.start_ticks = 0
+        worker.recorded = False
         registration.worker_lost(state, worker)
         if worker.state is WorkerState.FAILED:
             registration.worker_given_up(state, worker)
@@ -333,7 +375,7 @@ class Core:
             for worker in state.workers.values():
                 if worker.state in (WorkerState.READY, WorkerState.STARTING):
                     state.out.append(SendTo(worker.name, StopWorker()))
-                elif worker.state is WorkerState.DEAD:
+                elif worker.state in (WorkerState.DEAD, WorkerState.AWAITING):
                     worker.state = WorkerState.STOPPED
         return self._end()
 
@@ -350,14 +392,6 @@ class Core:
         """Whether every worker's process is gone."""
         gone = (WorkerState.STOPPED, WorkerState.FAILED, WorkerState.DEAD)
         return self.state.stopping and all(worker.state in gone for worker in self.state.workers.values())
-
-    def unlink_all(self) -> list[Effect]:
-        """The names of all shuttles, to be removed once every worker is gone."""
-        state = self.state
-        state.out = []
-        for worker in state.workers.values():
-            arenas.unlink_all(state, worker)
-        return self._end()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -413,6 +447,7 @@ class Core:
         open_bytes = sum(len(put.draft.tokens) for put in puts)
         images = state.catalog.images.values()
         assert state.catalog.put_token_bytes == open_bytes + sum(image.put_token_bytes for image in images)
+        assert not state.appends, "an append was not answered at once"
         copied = {id(op.piece) for op in state.ops.values() if op.piece is not None and not op.piece.put.ended}
         assert copied == {id(piece) for put in puts for piece in put.pieces() if piece.stored is None}
         readers: dict[int, int] = {}
@@ -430,3 +465,14 @@ class Core:
             op = state.ops[op_id]
             running = {run.stage for run in op.stages if run.state.value in ("sent", "pending")}
             assert running <= op.fenced, f"operation {op_id}: rows of stages {running - op.fenced} are not fenced"
+
+
+def _first_id(settings: Settings, legacy: adoption.Legacy | None) -> int:
+    """Where this daemon's image ids begin. One that somebody kept from an earlier daemon must name the same image or
+    none, so each start begins elsewhere, and not where adopted ones lie.
+    """
+    begin = int.from_bytes(settings.start_id[:5], "little")
+    taken = {image_id >> ID_BITS for image_id in legacy.journal.images} if legacy is not None else set[int]()
+    while begin in taken:
+        begin += 1
+    return (begin << ID_BITS) + 1

@@ -84,6 +84,7 @@ class Image:
     restores: int = 0
     damaged: bool = False
     parts: tuple[ImagePart, ...] | None = None
+    transit: bool = False
 
     @property
     def evictable(self) -> bool:

@@ -26,11 +26,11 @@ from ipc.messages import (
 )
 from shm.extent import pack_places
 from shm.rows import pack_numbers
-from stratad.core import arenas, marking
+from stratad.core import arenas, journaling, marking
 from stratad.core.clean_marks import CleanMark, Marking
 from stratad.core.effects import SendTo
 from stratad.core.failures import Refusal
-from stratad.core.images import StageDigests, StoredPiece
+from stratad.core.images import Image, StageDigests, StoredPiece
 from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
 from stratad.core.puts import Piece
 from stratad.core.state import State, Worker, WorkerState
@@ -172,9 +172,11 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
     op, stage = found
     stored = op.stored(op.stages[stage]) if op.image is not None else ()
     if report.code == "damaged" and 0 <= report.chunk < len(stored):
-        for image in state.catalog.flag_damaged(stored[report.chunk]):
+        flagged = state.catalog.flag_damaged(stored[report.chunk])
+        for image in flagged:
             state.count("images_damaged")
             state.log("error", "image damaged", image=image.image_id, stage=stage, chunk=report.chunk)
+        journaling.record_damage(state, flagged)
     _fail_stage(
         state,
         op,
@@ -301,7 +303,7 @@ def _finish(state: State, op: Operation) -> None:
     elif op.piece is not None:
         _stored(state, op, op.piece)
     elif op.captures:
-        _published(state, op)
+        _captured(state, op)
     else:
         _copied(state, op)
 
@@ -314,19 +316,37 @@ def _disown_written(op: Operation) -> None:
             run.outcome = msgspec.structs.replace(run.outcome, rows_undefined=written.packed)
 
 
-def _published(state: State, op: Operation) -> None:
+def _captured(state: State, op: Operation) -> None:
+    """All stages are copied: bind the image, have it recorded, publish it. A transit image ends with the engine and is
+    not recorded.
+    """
     assert op.staged is not None
     answers = [run.answer for run in op.stages]
-    image, new_bytes, _ = state.catalog.publish(op.staged, [a for a in answers if a is not None], state.now_unix_s)
+    image, new_bytes = state.catalog.bind(op.staged, [a for a in answers if a is not None], state.now_unix_s)
     op.staged = None
-    op.advance("publish")
-    engine = state.engines[op.engine_id]
     if op.kind is OpKind.SLOT_TO:
+        state.catalog.publish(image)
+        engine = state.engines[op.engine_id]
         former = engine.transits.pop(op.slot, None)
         if former is not None:
             state.catalog.drop_transit(former)
         engine.transits[op.slot] = image
-    state.count("rescued_images" if op.kind is OpKind.RESCUE else f"{op.kind.value}s")
+        _published(state, op, image, new_bytes)
+        return
+    journaling.publish(
+        state,
+        image,
+        lambda state: _published(state, op, image, new_bytes),
+        lambda state, error: fail(state, op, "journal_unwritable", str(journaling.unwritable(error))),
+    )
+
+
+def _published(state: State, op: Operation, image: Image, new_bytes: int) -> None:
+    op.advance("publish")
+    if op.mark is not None:
+        _note_rescue(state, op, op.mark)
+    else:
+        state.count(f"{op.kind.value}s")
     state.count("new_bytes", new_bytes)
     image_bytes = sum(run.job_bytes for run in op.stages)
     state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))
@@ -354,9 +374,14 @@ def _rescued(state: State, op: Operation, mark: CleanMark) -> None:
     except Refusal as refusal:
         fail(state, op, refusal.code, refusal.message)
         return
+    _captured(state, op)
+
+
+def _note_rescue(state: State, op: Operation, mark: CleanMark) -> None:
     rescue = state.engines[op.engine_id].rescue
     if rescue is not None:
         rescue.images += 1
+    state.count("rescued_images")
     state.count("rescued_bytes", sum(span.length_bytes for run in op.stages for span in run.spans))
     state.log(
         "info",
@@ -366,7 +391,6 @@ def _rescued(state: State, op: Operation, mark: CleanMark) -> None:
         tokens=op.token_count,
         declared_tokens=mark.token_count,
     )
-    _published(state, op)
 
 
 def _stored(state: State, op: Operation, piece: Piece) -> None:
