@@ -2,7 +2,9 @@
 
 A `CacheParker` owns one pool a stage. `park` copies a cache into a slot's rows and state slots and captures them;
 `restore` has the daemon fill a slot and makes a new cache of it, of the same kind. A cache never shares memory with a
-pool, so a conversation may go on while its capture runs, and a slot is busy only as long as its last operation::
+pool, so a conversation may go on while its capture runs, and a slot is busy only as long as its last operation. It also
+means that there is nothing here to be marked clean: what an engine that died had not parked was in the model's own
+memory, which no worker maps::
 
     cache --write--> rows, state of the slot --capture--> image --restore--> rows, state of the slot --read--> cache
 
