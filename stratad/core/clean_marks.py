@@ -19,9 +19,11 @@ from stratad.core.row_lists import CutRows
 
 # What all marks may take of the supervisor's memory: some fifty conversations of 100,000 tokens in single blocks.
 CLEAN_BYTES_LIMIT: Final = 64 * 1024 * 1024
-# Of one digest, and of one run of rows in its three forms (as Python objects).
+# Of one digest, of one run of rows in its three forms, and of all else that a stage has (as Python objects). The last
+# also bounds how many marks there can be: each is compared with the rows of every operation that writes.
 _DIGEST_BYTES: Final = 64
 _RUN_BYTES: Final = 256
+_STAGE_BYTES: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +52,8 @@ class CleanMark:
     @property
     def cost_bytes(self) -> int:
         """What it takes of the supervisor's memory, about."""
-        return len(self.tokens) + self.chunk_count * _DIGEST_BYTES + self.run_count * _RUN_BYTES
+        lists_bytes = self.chunk_count * _DIGEST_BYTES + self.run_count * _RUN_BYTES
+        return len(self.tokens) + lists_bytes + len(self.rows) * _STAGE_BYTES
 
 
 class Marking(NamedTuple):
@@ -138,8 +141,16 @@ def plan_marking(
     common = 0 if former is None else min(_common_tokens(former.tokens, mark.tokens), former.token_count - 1)
     asked: list[tuple[int, ...]] = []
     known: list[tuple[bytes, ...]] = []
+    before: dict[int, list[ChunkSpan]] = {}  # the former mark's chunks, by the layout that they are of
     for stage, (layout, mine) in enumerate(zip(layouts, spans, strict=True)):
-        found = {} if former is None else _declared(layout, stage, former, mark, common)
+        found: dict[tuple[int, int, int], bytes] = {}
+        if former is not None:
+            if id(layout) not in before:
+                before[id(layout)] = layout.chunks(former.token_count, former.positions)
+            agreed = [
+                min(common, _agreed_tokens(layout, number, former, mark, stage)) for number in range(len(layout.groups))
+            ]
+            found = _declared(before[id(layout)], former.digests[stage], agreed)
         digests = tuple(found.get(_same(span), b"") for span in mine)
         asked.append(tuple(number for number, digest in enumerate(digests) if not digest))
         known.append(digests)
@@ -152,14 +163,12 @@ def _same(span: ChunkSpan) -> tuple[int, int, int]:
 
 
 def _declared(
-    layout: StageLayout, stage: int, former: CleanMark, mark: CleanMark, common: int
+    spans: Sequence[ChunkSpan], digests: StageDigests, agreed: Sequence[int]
 ) -> dict[tuple[int, int, int], bytes]:
-    """Digests of a former mark's chunks on one stage that lie within the first `common` tokens and in the same rows."""
-    agreed = [min(common, _agreed_tokens(layout, number, former, mark, stage)) for number in range(len(layout.groups))]
-    spans = layout.chunks(former.token_count, former.positions)
+    """The digests of those chunks of rows that end within the first ``agreed[group]`` tokens."""
     return {
         _same(span): digest
-        for span, digest in zip(spans, former.digests[stage].digests, strict=True)
+        for span, digest in zip(spans, digests.digests, strict=True)
         if not span.is_state and span.first_token + span.token_count <= agreed[span.group]
     }
 

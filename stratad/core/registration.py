@@ -348,8 +348,12 @@ def announce(state: State, client: ClientRecord, request: Announce) -> None:
     there is unmapped.
 
     Raises:
-        Refusal: ``foreign_device``.
+        Refusal: ``foreign_device`` or ``too_many``.
     """
+    if len(state.announced) >= state.settings.max_ops:
+        raise Refusal(
+            "too_many", f"{len(state.announced)} announcements wait for memory, the limit is as of operations"
+        )
     known = {worker.device for worker in state.workers.values()}
     for device in request.devices:
         if device not in known:

@@ -40,9 +40,10 @@ def client_gone(state: State, client: ClientRecord, engine: Engine) -> None:
     )
     if not wanted:
         return
+    if not _is_awaited(state, client.client):
+        state.out.append(AwaitEnd(client.client, client.pid, client.start_ticks))
     engine.rescue = Rescue(client.pid, state.now_s + PROOF_S)
     state.wake_by(engine.rescue.end_s)
-    state.out.append(AwaitEnd(client.client, client.pid, client.start_ticks))
 
 
 def process_ended(state: State, client: int, *, proven: bool) -> None:
@@ -135,7 +136,7 @@ def cut_off(state: State, engine: Engine, why: str, *, finish: bool = False) -> 
         return
     rescue.over = True
     under_way = [op for op in state.ops.values() if op.engine_id == engine.engine_id]
-    if not rescue.proven:
+    if not (rescue.proven or _is_awaited(state, engine.client)):
         state.out.append(StopAwaiting(engine.client))
     if under_way or rescue.waiting or rescue.waiting is None:
         state.count("rescues_cut_off")
@@ -195,6 +196,12 @@ def stop(state: State) -> None:
     """The daemon stops: what is being copied ends, nothing more is begun."""
     for engine in _rescued(state):
         cut_off(state, engine, "the daemon is stopping", finish=True)
+
+
+def _is_awaited(state: State, client: int) -> bool:
+    """Whether any engine of a client waits for the proof that its process is gone."""
+    waiting = (e.rescue for e in _rescued(state) if e.client == client)
+    return any(rescue is not None and not (rescue.proven or rescue.over) for rescue in waiting)
 
 
 def _rescued(state: State) -> list[Engine]:

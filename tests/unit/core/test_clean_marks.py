@@ -293,7 +293,7 @@ def test_a_bad_mark_is_refused_and_changes_nothing(core: Harness, change: dict[s
 
 
 def test_marks_are_bounded(core: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stratad.core.marking.CLEAN_BYTES_LIMIT", 6_500)
+    monkeypatch.setattr("stratad.core.marking.CLEAN_BYTES_LIMIT", 25_000)
     assert clean_marks.CLEAN_BYTES_LIMIT == 64 * 1024 * 1024
     engine = core.register()
     marked(core, engine, slot=0)

@@ -147,6 +147,7 @@ def test_a_slot_written_after_its_mark_is_rescued_up_to_the_first_changed_chunk(
     core.finish_all()
     assert tokens(core) == left
     found = image(core)
+    assert (found is None) is (left == 0)
     if found is not None:
         assert found.tokens == pack_tokens(range(left))
         assert [len(stage) for stage in found.stages] == [left // 256] * 2
@@ -343,10 +344,39 @@ def test_a_registration_is_a_hello(core: Harness) -> None:
     core.die()
     core.connect(2)
     core.register(2, stages=1, namespace="other")
+    assert counters(core)["rescues_cut_off"] == 1
     for worker in ALL:
         core.fail(worker, "cancelled")
     assert list(core.core.state.engines) == [engine + 1]
     assert image(core) is None
+
+
+def test_two_engines_of_one_process_wait_for_one_proof(core: Harness) -> None:
+    first, second = core.register(), core.register(namespace="theirs")
+    mark(core, first)
+    mark(core, second)
+    core.die(proven=False)
+    assert core.effects.count(AwaitEnd(1, 4001, 7)) == 1
+    core.connect(2)
+    core.ask(2, Announce(core.next_seq(), "theirs"))
+    assert list(core.core.state.engines) == [first]
+    assert StopAwaiting(1) not in core.effects
+    core.ended()
+    core.finish_all()
+    assert tokens(core) == 600
+    assert not core.core.state.catalog.named("theirs", "a")
+    assert unmapped(core)
+
+
+def test_the_end_of_a_process_is_not_awaited_for_nothing(core: Harness) -> None:
+    for engine in (core.register(), core.register(namespace="theirs")):
+        mark(core, engine)
+    core.die(proven=False)
+    core.connect(2)
+    for namespace in ("ns", "theirs"):
+        assert StopAwaiting(1) not in core.effects
+        core.ask(2, Announce(core.next_seq(), namespace))
+    assert core.effects.count(StopAwaiting(1)) == 1
 
 
 def test_what_is_published_stays_when_an_engine_says_hello(core: Harness) -> None:
@@ -371,8 +401,14 @@ def test_an_announcement_waits_for_memory_of_engines_without_marks_too(core: Har
     request = Announce(core.next_seq(), "ns", deadline_s=5.0)
     core.ask(2, request)
     assert core.answers(2, request.seq) == []
+    for _ in range(63):
+        core.ask(2, Announce(core.next_seq(), "ns", deadline_s=5.0))
+    late = Announce(core.next_seq(), "ns", deadline_s=5.0)
+    core.ask(2, late)
+    assert core.failure(2, late.seq).code == "too_many"
     core.tick(5.1)
     assert core.failure(2, request.seq).code == "deadline"
+    assert not core.core.state.announced
 
 
 def test_announcements_are_checked(core: Harness) -> None:
@@ -445,6 +481,7 @@ def test_a_mark_under_way_at_death_counts(core: Harness) -> None:
     core.mark(engine)
     core.die()
     assert isinstance(core.jobs("cpu:0")[0], DigestJob)
+    assert not any(isinstance(e, SendTo) and isinstance(e.command, CancelJob) for e in core.effects)
     core.finish_all()
     assert tokens(core) == 600
     assert unmapped(core)
