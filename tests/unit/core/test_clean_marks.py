@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from ipc.messages import DigestJob, Done, Failed, JobDone, Mark, Marked, Stats, StatsReply, Unregister
 from shm.layout import Plane, RowGroup, StageLayout
-from shm.rows import pack_numbers, pack_rows, unpack_numbers
+from shm.rows import pack_numbers, pack_rows, runs_of, unpack_numbers
 from stratad.core import clean_marks
-from stratad.core.clean_marks import CleanMark
+from stratad.core.clean_marks import CleanMark, plan_marking
+from stratad.core.images import StageDigests
+from stratad.core.row_lists import CutRows
 from tests.support.core_harness import Harness, layout, pack_tokens
 
 
@@ -312,3 +316,44 @@ def test_unregister_ends_a_mark_under_way(core: Harness) -> None:
         core.fail(worker, "cancelled")
     assert core.failure(1, seq).code == "cancelled"
     assert not core.core.state.engines
+
+
+SMALL = StageLayout((RowGroup((Plane(0, 8, 8, 512),)), RowGroup((Plane(4096, 8, 8, 512),), 20)), chunk_tokens=4)
+
+
+def a_mark(tokens: list[int], rows: list[list[int]]) -> CleanMark:
+    """A mark whose groups have these rows, cut into runs of up to two."""
+    runs = tuple(tuple(run for n in range(0, len(group), 2) for run in runs_of(group[n : n + 2])) for group in rows)
+    spans = SMALL.chunks(len(tokens))
+    digests = (StageDigests("x", b"k", tuple(b"%d" % n for n in range(len(spans)))),)
+    cut = CutRows(runs, tuple(map(pack_rows, runs)))
+    return CleanMark(1, 0, "a", pack_tokens(tokens), (), None, (cut,), (), len(spans), 0, digests)
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.data())
+def test_what_is_taken_over_is_what_lies_where_it_lay(before: int, after: int, data: st.DataObject) -> None:
+    """By a model that looks at every token and row: taken over is what ends before the first one that differs."""
+    tokens = list(range(max(before, after)))
+    new_tokens = [*tokens[:after]]
+    rows = [[100 * number + 3 * (n // 2) + n % 2 for n in range(60)] for number in (0, 1)]
+    new_rows = [list(group) for group in rows]
+    if data.draw(st.booleans()):
+        new_tokens[data.draw(st.integers(0, after - 1))] = 999
+    if data.draw(st.booleans()):
+        new_rows[data.draw(st.integers(0, 1))][data.draw(st.integers(0, 59))] = 500
+    firsts = [[group.first_token(count) for group in SMALL.groups] for count in (before, after)]
+    former = a_mark(tokens[:before], [rows[g][firsts[0][g] : before] for g in (0, 1)])
+    mark = a_mark(new_tokens, [new_rows[g][firsts[1][g] : after] for g in (0, 1)])
+    spans = SMALL.chunks(after)
+    (asked,) = plan_marking([SMALL], [spans], mark, former).asked
+    old = {(s.group, s.first_token, s.token_count) for s in SMALL.chunks(before)}
+    for number, span in enumerate(spans):
+        end = span.first_token + span.token_count
+        start = max(firsts[0][span.group], firsts[1][span.group])
+        known = (
+            (span.group, span.first_token, span.token_count) in old
+            and end < before
+            and new_tokens[:end] == tokens[:end]
+            and rows[span.group][start:end] == new_rows[span.group][start:end]
+        )
+        assert (number not in asked) == known, span
