@@ -107,7 +107,8 @@ class CacheParker:
         new_cache: NewCache | None = None,
         kept_checkpoints: int = 1,
     ) -> Self:
-        """Allocate the pools and register them.
+        """Allocate the pools and register them. Where the model itself needs the memory that an engine which has died
+        left behind, say `Client.announce` before it is loaded; here it is said for the pools.
 
         Args:
             client: a connected client.
@@ -139,6 +140,7 @@ class CacheParker:
             raise UsageError("bad_value", f"{len(devices)} devices were named for {len(split)} stages")
         kept = KeptStates(slots, kept_checkpoints if all(form.rewinds for form in forms) else 0)
         fingerprint = fingerprint_of(model, forms, make(), revision)
+        client.announce(namespace)
         made: list[StagePool] = []
         planes: list[StagePlanes] = []
         try:
