@@ -158,7 +158,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
         copy_s=report.copy_s,
         lane_s=report.lane_s,
     )
-    state.count("moved_bytes", report.moved_bytes)
+    state.count("moved_bytes" if op.marking is None else "digested_bytes", report.moved_bytes)
     _lower(state, op, stage)
     _go_on(state, op)
 

@@ -10,8 +10,10 @@ import pytest
 
 from ipc.messages import EngineInfo, StatsReply
 from stratad.client import Client
+from stratad.errors import StratadError
 from tests.support.daemon import DaemonProcess
-from tests.support.mortal_engine import MortalEngine
+from tests.support.engine import FakeEngine
+from tests.support.mortal_engine import LAYOUTS, MortalEngine
 from tests.support.wait import wait_until
 
 # A chunk of a "wide" stage is 1 MiB and a slice: at this speed it takes half a second, and a slot 1.3 s.
@@ -183,3 +185,21 @@ def test_the_time_of_a_rescue_is_bounded() -> None:
         unmapped_s(client)
         assert images(client, "late") == {}
         assert (cut_off(client), client.stats().staged_bytes) == (1, 0)
+
+
+@pytest.mark.parametrize(("fault", "code"), [("copy_kill", "worker_died"), ("copy_error", "device_error")])
+def test_a_mark_that_fails_on_one_stage_declares_nothing_and_the_next_one_does(fault: str, code: str) -> None:
+    with (
+        DaemonProcess("cpu:2", None, {f"cpu:1#1/capture.{fault}": "2"}) as daemon,
+        daemon.client() as client,
+        FakeEngine(client, LAYOUTS["wide"]) as engine,
+    ):
+        with pytest.raises(StratadError) as caught:
+            engine.engine.mark(0, "clean", conversation="c", tokens=range(600), rows=range(600)).result()
+        assert (caught.value.code, caught.value.stage) == (code, 1)
+        shown = client.stats()
+        assert shown.engines[0].clean_slots == 0
+        wait_until(lambda: client.stats().health == "ok")
+        engine.engine.mark(0, "clean", conversation="c", tokens=range(600), rows=range(600)).result()
+        assert client.stats().engines[0].clean_tokens == 600
+        assert client.stats().counters["marks"] == 1
