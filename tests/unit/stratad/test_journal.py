@@ -201,6 +201,22 @@ def test_the_next_journal_replaces_the_former_one_in_one_step(instance: str) -> 
     journal.close()
 
 
+@pytest.mark.parametrize("instead", ["nothing", "another file"])
+def test_one_that_was_removed_is_written_anew(instance: str, instead: str) -> None:
+    journal = opened(instance, *RECORDS)
+    journal_path(instance).unlink()
+    if instead == "another file":
+        journal_path(instance).write_bytes(b"rubbish")
+    journal.append([image(4)])
+    journal.tend()
+    while journal.compacting:
+        journal.tend()
+    assert set(replay(contents(instance)).images) == {3, 4}
+    journal.append([image(5)])
+    assert set(replay(contents(instance)).images) == {3, 4, 5}
+    journal.close()
+
+
 class Full:
     """/dev/shm has no room any more."""
 
