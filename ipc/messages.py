@@ -155,7 +155,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True):
     """One registered engine. `marks` counts slots by mark; `transits` are its transit images, of `transit_bytes` in
     whole granules. `leases` counts what it holds between two calls, by kind: ``put``, ``get``, ``transit``, ``take``;
-    the one that was not used for longest was not for `unused_s`.
+    the one that was not used for longest was not for `unused_s`. Of `clean_slots` slots the contents are declared:
+    `clean_tokens` tokens that would be rescued if the engine died now. `rescue` says how far the rescue of an engine
+    that has died is; empty: there is none.
     """
 
     engine_id: int
@@ -172,6 +174,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     transit_bytes: int = 0
     leases: dict[str, int] = {}
     unused_s: float = 0.0
+    clean_slots: int = 0
+    clean_tokens: int = 0
+    rescue: str = ""
 
 
 class OpInfo(msgspec.Struct, frozen=True):
@@ -513,12 +518,35 @@ class Release(Message, frozen=True, tag="release"):
 
 
 class Mark(Message, frozen=True, tag="mark"):
-    """Mark a slot ``clean``, ``dirty`` or ``poisoned``; a poisoned slot is never captured."""
+    """Mark a slot ``clean``, ``dirty`` or ``poisoned``; a poisoned slot is never captured. Answer: `Done`.
+
+    With a `conversation` the mark (``clean``) declares what the slot's `rows` hold: these `tokens` of it, complete, and
+    the states at their end. The workers digest that, as an operation like a capture; answer: `Marked`. From then on,
+    until the slot is marked in any other way or something is copied into these rows, the conversation outlives the
+    engine: see `Marked`.
+    """
 
     seq: int
     engine_id: int
     slot: int
     mark: str
+    conversation: str = ""
+    tokens: bytes = b""
+    rows: tuple[tuple[bytes, ...], ...] = ()
+    ordered: str = "host"
+    deadline_s: float = 30.0
+
+
+class Announce(Message, frozen=True, tag="announce"):
+    """An engine is about to allocate memory on `devices`, for `namespace` (either may be empty): rescues of dead
+    engines there end at once. Answer: `Done`, with their number, once the memory of every dead engine there is
+    unmapped.
+    """
+
+    seq: int
+    namespace: str = ""
+    devices: tuple[str, ...] = ()
+    deadline_s: float = 30.0
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
@@ -625,6 +653,7 @@ Request: TypeAlias = (
     | Acknowledge
     | Release
     | Mark
+    | Announce
     | Lookup
     | Drop
     | Clear
@@ -719,6 +748,18 @@ class Copied(Message, frozen=True, tag="copied"):
     seq: int
     tokens: int
     copied_bytes: int
+    stages: tuple[StageOutcome, ...]
+
+
+class Marked(Message, frozen=True, tag="marked"):
+    """The contents of a clean slot are declared: if the engine dies, the daemon publishes the longest prefix of its
+    first `tokens` tokens that still has the same bytes. `digested_bytes` were read for it: chunks that an earlier mark
+    of the slot declared are not read again.
+    """
+
+    seq: int
+    tokens: int
+    digested_bytes: int
     stages: tuple[StageOutcome, ...]
 
 
@@ -879,6 +920,7 @@ Reply: TypeAlias = (
     | Captured
     | Restored
     | Copied
+    | Marked
     | PutBegun
     | PartStored
     | Parts
@@ -970,6 +1012,21 @@ class CopyJob(Message, frozen=True, tag="copy_job"):
     event_wait_s: float = 30.0
 
 
+class DigestJob(Message, frozen=True, tag="digest_job"):
+    """Digest chunks of a pool where they lie: of `layout.chunks(tokens, positions)` those that `chunks` numbers
+    (packed, ascending), in that order.
+    """
+
+    job: int
+    pool: int
+    rows: tuple[bytes, ...]
+    tokens: int
+    chunks: bytes
+    poll_event: bool
+    positions: bytes = b""
+    event_wait_s: float = 30.0
+
+
 class CancelJob(Message, frozen=True, tag="cancel_job"):
     """Stop a job between two slices; it then ends with `JobFailed` and code ``cancelled``."""
 
@@ -987,8 +1044,18 @@ class StopWorker(Message, frozen=True, tag="stop_worker"):
 
 
 Command: TypeAlias = (
-    MakeShuttle | OpenPool | ClosePool | CaptureJob | RestoreJob | CopyJob | CancelJob | TakeCensus | StopWorker
+    MakeShuttle
+    | OpenPool
+    | ClosePool
+    | CaptureJob
+    | RestoreJob
+    | CopyJob
+    | DigestJob
+    | CancelJob
+    | TakeCensus
+    | StopWorker
 )
+CopyCommand: TypeAlias = CaptureJob | RestoreJob | CopyJob | DigestJob
 
 # --- worker to supervisor --------------------------------------------------------------------------------------------
 
@@ -1061,9 +1128,10 @@ class SourceFree(Message, frozen=True, tag="source_free"):
 
 
 class JobDone(Message, frozen=True, tag="job_done"):
-    """A job ended well. `digests` holds those of a capture, in chunk order; `lane_s` is the time from its start on the
-    lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on `cpu`: worked). `algorithm`
-    made the digests, where it is not the worker's own (a pool in host memory on a GPU's worker).
+    """A job ended well. `digests` holds those of a capture, or those that were asked for, in chunk order; `lane_s` is
+    the time from its start on the lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on
+    `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool in host memory on a GPU's
+    worker).
     """
 
     job: int

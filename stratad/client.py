@@ -24,6 +24,7 @@ import zmq
 from ipc.link import ZmqContext
 from ipc.messages import (
     FINGERPRINT_REQUIRED,
+    Announce,
     Captured,
     Clear,
     Copied,
@@ -34,10 +35,12 @@ from ipc.messages import (
     ImageInfo,
     Images,
     ListImages,
+    Marked,
     Memory,
     MemoryReply,
     Pin,
     Registered,
+    Request,
     Restored,
     Show,
     Stats,
@@ -71,6 +74,7 @@ __all__ = [
     "ImageDetail",
     "ImageInfo",
     "MarkName",
+    "Marked",
     "Match",
     "MemoryReply",
     "PartNote",
@@ -311,6 +315,22 @@ class Client:
     ) -> None:
         """`pin` for coroutines."""
         await self.wait_async(self._pin_call(namespace, conversation, pinned, image_id, deadline_s), Done)
+
+    def announce(self, namespace: str = "", devices: Sequence[str] = (), *, deadline_s: float | None = None) -> int:
+        """Say that an engine is about to allocate memory on `devices` (as the daemon names them: ``cpu:K``, or the UUID
+        of a GPU), for `namespace`; back when what dead engines left there is unmapped, and the memory is free. Rescues
+        that were still under way there end; returns how many.
+
+        Raises:
+            DeadlineExceeded: a worker still had it mapped at the deadline.
+        """
+        return self.wait(self._announce_call(namespace, devices, deadline_s), Done).count
+
+    async def announce_async(
+        self, namespace: str = "", devices: Sequence[str] = (), *, deadline_s: float | None = None
+    ) -> int:
+        """`announce` for coroutines."""
+        return (await self.wait_async(self._announce_call(namespace, devices, deadline_s), Done)).count
 
     def stats(self, *, deadline_s: float | None = None) -> StatsReply:
         """State of the daemon at one instant."""
@@ -554,6 +574,15 @@ class Client:
     ) -> Call:
         until_s = self.until_s(deadline_s)
         return Call("pin", lambda _, seq: Pin(seq, namespace, conversation, pinned, image_id), Done, until_s)
+
+    def _announce_call(self, namespace: str, devices: Sequence[str], deadline_s: float | None) -> Call:
+        until_s, named = self.until_s(deadline_s), tuple(devices)
+
+        def build(_: Connection, seq: int) -> Request:
+            return Announce(seq, namespace, named, call.remaining_s())
+
+        call = Call("announce", build, Done, until_s, retry=True)
+        return call
 
     def _stats_call(self, deadline_s: float | None) -> Call:
         return Call("stats", lambda _, seq: Stats(seq), StatsReply, self.until_s(deadline_s), retry=True)

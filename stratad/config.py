@@ -117,6 +117,12 @@ class RestartsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     give_up_after: Annotated[int, Meta(ge=1, le=1000)] = 8
 
 
+class RescueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What dead engines had marked clean."""
+
+    max_s: Annotated[float, Meta(ge=0, le=3600)] = 2.0
+
+
 class MemoryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The memory monitor. A process whose residual (what is resident and not explained) stays above
     `residual_warn_bytes` plus 5 % of its baseline for `warn_after` samples in a row is told in the log, once.
@@ -153,6 +159,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     restarts: RestartsConfig = RestartsConfig()
+    rescue: RescueConfig = RescueConfig()
     memory: MemoryConfig = MemoryConfig()
     log: LogConfig = LogConfig()
     testing: TestingConfig = TestingConfig()

@@ -38,6 +38,7 @@ MEANINGS: Final[dict[str, str]] = {
     "restarts.backoff_first_s": "seconds before a worker that died is started again; doubles with each death in a row",
     "restarts.backoff_cap_s": "seconds of the longest wait before a restart, at least restarts.backoff_first_s",
     "restarts.give_up_after": "deaths in a row after which a worker is not started again",
+    "rescue.max_s": "seconds that a dead engine's memory stays mapped at most to rescue its clean slots; 0: no rescue",
     "memory.sample_s": "seconds between two samples of what every process has resident",
     "memory.keep": "samples that are kept of each process",
     "memory.residual_warn_bytes": "bytes, beside 5 % of its baseline, that a process may hold unexplained",

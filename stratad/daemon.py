@@ -252,6 +252,7 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
         grow_again_s=config.ram.grow_again_s,
         lease_s=config.deadlines.lease_s,
         restarts=RestartPolicy(restarts.backoff_first_s, restarts.backoff_cap_s, restarts.give_up_after),
+        rescue_max_s=config.rescue.max_s,
         memory=MemorySettings(
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after
         ),

@@ -39,6 +39,7 @@ from stratad.access import Access
 from stratad.core.core import Core
 from stratad.core.effects import (
     Append,
+    AwaitEnd,
     CloseDescriptor,
     DropClient,
     Effect,
@@ -50,6 +51,7 @@ from stratad.core.effects import (
     SampleMemory,
     SendTo,
     SpawnWorker,
+    StopAwaiting,
     UnlinkSegment,
     WatchFormer,
 )
@@ -118,6 +120,7 @@ class Supervisor:
         self._worker_links: dict[str, WorkerLink] = {}
         self._worker_identities: dict[bytes, str] = {}
         self._unclaimed: dict[int, Lifeline] = {}
+        self._ending: dict[int, int] = {}  # pidfds of clients that have gone, while their end matters
         self._dropped: list[int] = []  # clients to drop once the effects in hand are done
         self._poller = zmq.Poller()
         self._epoll = select.epoll()  # all plain descriptors, so that the poller has three entries and not one for each
@@ -564,6 +567,10 @@ class Supervisor:
                     self._sample_memory(effect)
                 case DropClient():
                     self._dropped.append(effect.client)
+                case AwaitEnd():
+                    self._await_end(effect)
+                case StopAwaiting():
+                    self._stop_awaiting(effect.client)
                 case _:
                     assert_never(effect)
         while self._dropped:
@@ -607,6 +614,31 @@ class Supervisor:
         log.warning("killing worker", extra=fields(worker=effect.worker, why=effect.reason))
         if not self._processes.kill(effect.worker, effect.generation, self._now.now_s):
             self._worker_ended(effect.worker, effect.generation, "it was never started")
+
+    def _await_end(self, effect: AwaitEnd) -> None:
+        """Watch for the end of a client's process."""
+        ended = functools.partial(self._core.process_ended, effect.client)
+        try:
+            pidfd = open_pidfd(effect.pid, effect.start_ticks)
+        except ProcessLookupError:
+            self._event(ended)
+            return
+        except OSError as exc:
+            log.warning("process cannot be watched", extra=fields(pid=effect.pid, why=str(exc)))
+            self._event(functools.partial(ended, proven=False))
+            return
+        self._ending[effect.client] = pidfd
+        self._watch(pidfd, lambda: self._on_process_ended(effect.client))
+
+    def _on_process_ended(self, client: int) -> None:
+        self._stop_awaiting(client)
+        self._event(functools.partial(self._core.process_ended, client))
+
+    def _stop_awaiting(self, client: int) -> None:
+        pidfd = self._ending.pop(client, None)
+        if pidfd is not None:
+            self._unwatch(pidfd)
+            os.close(pidfd)
 
     def _send_to(self, effect: SendTo) -> None:
         link = self._worker_links.get(effect.worker)
@@ -715,6 +747,8 @@ class Supervisor:
                 self._close_lifeline(worker.channel.lifeline)
         for lifeline in self._unclaimed.values():
             lifeline.close()
+        for client in list(self._ending):
+            self._stop_awaiting(client)
         self._processes.close(timeout_s)
         self._listener.close()
         self._clients.close()

@@ -149,6 +149,22 @@ class Copier(Protocol):
         """
         ...
 
+    def begin_digest(self, slot: int, work: SliceWork) -> None:
+        """Start to digest a slice where it lies.
+
+        Raises:
+            DeviceFailure: the device failed.
+        """
+        ...
+
+    def complete_digest(self, slot: int) -> list[bytes]:
+        """The digests of what was begun, in chunk order: of some moment since then, if the engine writes meanwhile.
+
+        Raises:
+            DeviceFailure: the device failed.
+        """
+        ...
+
     def complete_copy(self, slot: int, target: SliceWork) -> None:
         """Prove what `begin_capture` began and write it to other rows: `target` has the same chunks and pool.
 

@@ -151,6 +151,17 @@ class FaultyCopier:
         self._strike()
         return self._inner.complete_capture(slot)
 
+    def begin_digest(self, slot: int, work: SliceWork) -> None:
+        """See `Copier`. Counts as a copy, and can be killed like one."""
+        self._inner.begin_digest(slot, self._begin(work))
+
+    def complete_digest(self, slot: int) -> list[bytes]:
+        """See `Copier`."""
+        self._strike()
+        if self._faults.strikes("copy_kill", self._faults.copies):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._inner.complete_digest(slot)
+
     def complete_copy(self, slot: int, target: SliceWork) -> None:
         """See `Copier`."""
         self._strike()

@@ -21,6 +21,7 @@ from ipc.messages import (
     ClosePool,
     Command,
     CopyJob,
+    DigestJob,
     MakeShuttle,
     OpenPool,
     PoolClosed,
@@ -142,7 +143,7 @@ class Worker:
 
     def _handle(self, command: Command) -> None:
         match command:
-            case CaptureJob() | RestoreJob() | CopyJob():
+            case CaptureJob() | RestoreJob() | CopyJob() | DigestJob():
                 self._desk.start(command)
             case CancelJob():
                 self._desk.cancel(command.job)

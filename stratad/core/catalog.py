@@ -350,6 +350,18 @@ class Catalog:
             for place in places:
                 self.arenas[worker].free(place.extents)
 
+    def shorten(self, staged: Staged, draft: Draft, kept: Sequence[Sequence[int]]) -> None:
+        """A staged image becomes that of `draft`: of stage s it keeps the chunks number `kept[s]`, in the order of the
+        draft's spans; the extents of all others are free. The caller vouches that no worker may still write them.
+        """
+        assert staged.open, "published or discarded before"
+        places: list[tuple[ChunkPlace, ...]] = []
+        for worker, former, numbers in zip(draft.scope.workers, staged.places, kept, strict=True):
+            for number in set(range(len(former))).difference(numbers):
+                self.arenas[worker].free(former[number].extents)
+            places.append(tuple(former[number] for number in numbers))
+        staged.draft, staged.places = draft, tuple(places)
+
     def _close(self, staged: Staged) -> None:
         staged.open = False
         del self._book(staged.draft)[id(staged)]

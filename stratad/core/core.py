@@ -26,7 +26,7 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
-from stratad.core import adoption, arenas, jobs, journaling, losses, memory, queue, registration, service
+from stratad.core import adoption, arenas, jobs, journaling, losses, memory, queue, registration, rescue, service
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
@@ -113,6 +113,8 @@ class Core:
         queue.expire(state)
         registration.expire(state)
         registration.stop_copies(state)
+        rescue.expire(state)
+        registration.answer_announced(state)
         service.answer_stats(state, late=True)
         memory.tick(state)
         if state.stopping:
@@ -147,6 +149,8 @@ class Core:
         due.append(state.memory.due_s)
         if state.journal_error:
             due.append(state.journal_again_s)
+        due.extend(rescue.due_s(state))
+        due.extend(entry.deadline_s for entry in state.announced)
         for worker in state.workers.values():
             if worker.state is WorkerState.DEAD and not state.stopping:
                 due.append(worker.next_start_s)
@@ -193,9 +197,17 @@ class Core:
         if record is not None:
             state.stats_requests = [r for r in state.stats_requests if r.client != client]
             state.memory.asked = [entry for entry in state.memory.asked if entry[0] != client]
+            state.announced = [entry for entry in state.announced if entry.client != client]
             for engine_id in tuple(record.engines):
+                rescue.client_gone(state, record, state.engines[engine_id])
                 registration.orphan(state, state.engines[engine_id])
             queue.pump(state)
+        return self._end()
+
+    def process_ended(self, client: int, at: Instant, *, proven: bool = True) -> list[Effect]:
+        """The process of a client that has gone is proven gone (`AwaitEnd`); or it cannot be watched."""
+        state = self._begin(at)
+        rescue.process_ended(state, client, proven=proven)
         return self._end()
 
     def request(self, client: int, request: Request, at: Instant) -> list[Effect]:
@@ -378,6 +390,7 @@ class Core:
         state = self._begin(at)
         if not state.stopping:
             state.stopping = True
+            rescue.stop(state)
             for op in list(state.waiting.values()):
                 jobs.fail(state, op, "stopping", "the daemon is stopping")
             for worker in state.workers.values():
@@ -410,6 +423,8 @@ class Core:
         return state
 
     def _end(self) -> list[Effect]:
+        if self.state.closing:  # whatever ended the last operation of a closed engine, it is looked at once more
+            registration.remove_idle(self.state)
         out = self.state.out
         self.state.out = []
         return out
@@ -437,6 +452,8 @@ class Core:
         self._validate_fences(state.ops.keys())
         for engine in state.engines.values():
             assert engine.ops == sum(1 for op in state.ops.values() if op.engine_id == engine.engine_id)
+            assert engine.rescue is None or engine.closing
+            assert all(mark.slot == slot and mark.digests for slot, mark in engine.clean.by_slot.items())
         self._validate_puts()
 
     def _validate_puts(self) -> None:

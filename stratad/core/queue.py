@@ -33,11 +33,7 @@ def submit(state: State, op: Operation) -> None:
             f"operations in flight have {state.runs_in_flight} runs of rows, this one has {runs}: the limit is "
             f"{RUNS_IN_FLIGHT_LIMIT}",
         )
-    raise_fences(state, op)
-    state.runs_in_flight += runs
-    state.ops[op.op_id] = state.waiting[op.op_id] = op
-    state.wake_by(op.deadline_s)
-    engine.ops += 1
+    _enter(state, op, engine)
     client = state.clients[op.client]
     client.seqs[op.seq] = op.op_id
     if op.image is not None:
@@ -49,6 +45,26 @@ def submit(state: State, op: Operation) -> None:
     if op.state is OpState.WAITING:
         # Ahead of what it may have asked the journal for: the answer to that may end it already.
         state.out.insert(before, ReplyTo(op.client, Progress(op.seq, "accepted")))
+
+
+def submit_own(state: State, op: Operation) -> None:
+    """Take in an operation that nobody asked for; no limit of what clients may ask for concerns it.
+
+    Raises:
+        Refusal: it cannot be; nothing was changed.
+    """
+    engine = state.engines[op.engine_id]
+    _refuse_dead(state, op, engine)
+    _enter(state, op, engine)
+    _start_if_possible(state, op, engine)
+
+
+def _enter(state: State, op: Operation, engine: Engine) -> None:
+    raise_fences(state, op)
+    state.runs_in_flight += op.run_count
+    state.ops[op.op_id] = state.waiting[op.op_id] = op
+    state.wake_by(op.deadline_s)
+    engine.ops += 1
 
 
 def _refuse_dead(state: State, op: Operation, engine: Engine) -> None:

@@ -6,6 +6,7 @@ from ipc.messages import (
     PROTOCOL_VERSION,
     TOKEN_BYTES,
     Acknowledge,
+    Announce,
     Cancel,
     Capture,
     Clear,
@@ -42,7 +43,7 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import exchange, jobs, journaling, leases, memory, memory_view, queue, registration, views
+from stratad.core import exchange, jobs, journaling, leases, marking, memory, memory_view, queue, registration, views
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
 from stratad.core.images import Image
@@ -52,7 +53,6 @@ from stratad.core.state import ClientRecord, State, StatsRequest
 
 CENSUS_WAIT_S = 0.25
 LIST_LIMIT = 250  # each is counted chunk by chunk
-MARKS = ("clean", "dirty", "poisoned")
 
 
 def serve(state: State, client: ClientRecord, request: Request) -> None:
@@ -84,11 +84,8 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             _pin(state, client, request)
         case Hello():
             _hello(state, client, request)
-        case Register():
-            registration.register(state, client, request)
-        case Unregister():
-            engine = engine_of(state, client, request.engine_id)
-            registration.close(state, engine, request.seq)
+        case Register() | Unregister() | Announce():
+            _serve_engine(state, client, request)
         case Cancel():
             _cancel(state, client, request)
         case Stats():
@@ -101,6 +98,7 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             image = _named(state, client, request)[-1]
             state.reply(client.client, views.image_detail(state, request.seq, image))
         case Goodbye():
+            client.polite = True
             state.reply(client.client, Done(request.seq))
             state.out.append(DropClient(client.client))
 
@@ -170,11 +168,32 @@ def _named(state: State, client: ClientRecord, request: Show | Pin | Drop) -> tu
 
 def _mark(state: State, client: ClientRecord, request: Mark) -> None:
     engine = engine_of(state, client, request.engine_id)
-    if request.mark not in MARKS:
-        raise Refusal("bad_value", f"mark must be one of {', '.join(MARKS)}, got {request.mark[:20]!r}")
-    check_slot_number("slot", request.slot)
-    engine.marks[request.slot] = request.mark
+    marking.check(request)
+    if request.conversation:
+        op = operation_of(state, client, request)
+        marking.prepare(state, engine, op)
+        queue.submit(state, op)
+        engine.marks[request.slot] = request.mark
+        return
+    marking.set_plain(engine, request.slot, request.mark)
     state.reply(client.client, Done(request.seq))
+
+
+def _serve_engine(state: State, client: ClientRecord, request: Register | Unregister | Announce) -> None:
+    match request:
+        case Register():
+            registration.register(state, client, request)
+        case Unregister():
+            registration.close(state, engine_of(state, client, request.engine_id), request.seq)
+        case Announce():
+            _announce(state, client, request)
+
+
+def _announce(state: State, client: ClientRecord, request: Announce) -> None:
+    owner = state.owners.get(request.namespace, client.uid)
+    if owner != client.uid and not _is_admin(state, client):
+        raise Refusal("not_permitted", f"namespace {request.namespace[:80]!r} belongs to uid {owner}")
+    registration.announce(state, client, request)
 
 
 def _pin(state: State, client: ClientRecord, request: Pin) -> None:

@@ -10,6 +10,7 @@ from ipc.messages import Reply, Stage, WorkerProcess, WorkerReady
 from shm.layout import StageLayout, interned
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
+from stratad.core.clean_marks import CleanMarks, Rescue
 from stratad.core.effects import Effect, LogLine, ReplyTo
 from stratad.core.fences import RowFences
 from stratad.core.images import Image, Scope
@@ -52,6 +53,7 @@ class Settings:
     restarts: RestartPolicy
     grow_again_s: float = 10.0  # between tries to make a shuttle for which something was missing
     lease_s: float = 60.0
+    rescue_max_s: float = 2.0  # 0: nothing is rescued
     memory: MemorySettings = field(default_factory=MemorySettings)
     admins: frozenset[int] = frozenset()
     shown: tuple[tuple[str, str], ...] = ()
@@ -169,6 +171,8 @@ class Engine:
     registered: bool = False
     closing: bool = False
     marks: dict[int, str] = field(default_factory=dict)
+    clean: CleanMarks = field(default_factory=CleanMarks)
+    rescue: Rescue | None = None
     ops: int = 0
     takes: dict[int, float] = field(default_factory=dict)  # images taken and not acknowledged, and since when
     transits: dict[int, Image] = field(default_factory=dict)  # transit images by slot
@@ -203,6 +207,7 @@ class ClientRecord:
     hello_by_s: float
     surplus: bool = False  # one too many: its hello is answered with that, and it is dropped
     greeted: bool = False
+    polite: bool = False  # it said goodbye
     name: str = ""
     engines: set[int] = field(default_factory=set)
     seqs: dict[int, int] = field(default_factory=dict)
@@ -215,6 +220,17 @@ class StatsRequest:
     client: int
     seq: int
     waiting: set[str]
+    deadline_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Announced:
+    """An `Announce` request that waits until the memory of dead engines is unmapped. `count` rescues were ended."""
+
+    client: int
+    seq: int
+    waiting: set[int]
+    count: int
     deadline_s: float
 
 
@@ -234,6 +250,7 @@ class State:
     runs_in_flight: int = 0  # runs of rows of all `ops`
     closing: set[int] = field(default_factory=set)  # engines that go when their last operation ends
     stats_requests: list[StatsRequest] = field(default_factory=list)
+    announced: list[Announced] = field(default_factory=list)
     memory: MemoryState = field(default_factory=MemoryState)
     owners: dict[str, int] = field(default_factory=dict)
     fingerprint_fields: dict[str, dict[str, str]] = field(default_factory=dict)

@@ -120,6 +120,9 @@ def engine_info(state: State, engine: Engine) -> EngineInfo:
         sum(chunk.granule_bytes for image in engine.transits.values() for chunk in image.chunks()),
         {kind: kinds.count(kind) for kind in sorted(set(kinds))},
         max((state.now_s - lease.used_s for lease in held), default=0.0),
+        len(engine.clean.by_slot),
+        engine.clean.tokens,
+        engine.rescue.describe() if engine.rescue is not None else "",
     )
 
 

@@ -164,12 +164,15 @@ def _engines(stats: StatsReply) -> list[str]:
             " ".join(engine.stages),
             str(engine.ops),
             " ".join(f"{mark}={count}" for mark, count in sorted(engine.marks.items())) or "-",
+            f"{engine.clean_slots} ({engine.clean_tokens} tokens)" if engine.clean_slots else "-",
             f"{engine.transits} ({human_bytes(engine.transit_bytes)})" if engine.transits else "-",
             _holds(engine),
+            engine.rescue or "-",
         )
         for engine in stats.engines
     )
-    return table(("engine", "name", "namespace", "pid", "uid", "stages", "ops", "marks", "in transit", "holds"), rows)
+    names = ("engine", "name", "namespace", "pid", "uid", "stages", "ops", "marks", "declared", "in transit", "holds")
+    return table((*names, "rescue"), rows)
 
 
 def _holds(engine: EngineInfo) -> str:
