@@ -132,7 +132,7 @@ class Core:
         due: list[float] = [request.deadline_s for request in state.stats_requests]
         due.append(state.memory.due_s)
         if state.journal_error:
-            due.append(state.journal_again_s)
+            due.append(state.journal_probe_s)
         for worker in state.workers.values():
             if worker.state is WorkerState.DEAD and not state.stopping:
                 due.append(worker.next_start_s)
