@@ -192,6 +192,7 @@ def inodes(daemon: DaemonProcess) -> dict[str, int]:
     return {name: (MOUNT / name).stat().st_ino for name in daemon.segments()}
 
 
+@pytest.mark.timeout(180)
 def test_as_process_1_it_reaps_its_workers_and_what_others_leave_behind() -> None:
     need_pid_namespaces()
     settings = {
