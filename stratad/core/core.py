@@ -148,7 +148,7 @@ class Core:
         due: list[float] = [request.deadline_s for request in state.stats_requests]
         due.append(state.memory.due_s)
         if state.journal_error:
-            due.append(state.journal_again_s)
+            due.append(state.journal_probe_s)
         due.extend(rescue.due_s(state))
         due.extend(entry.deadline_s for entry in state.announced)
         for worker in state.workers.values():

@@ -258,6 +258,7 @@ class State:
     appends: dict[int, "tuple[Callable[[State], None], Callable[[State, str], None]]"] = field(default_factory=dict)
     journal_error: str = ""  # why the latest append failed
     journal_again_s: float = 0.0
+    journal_probe_s: float = 0.0  # when it is asked whether it can be written again
     counters: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     now_s: float = 0.0
