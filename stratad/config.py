@@ -61,6 +61,8 @@ class RamConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shuttle_bytes: ShuttleSize = 256 * MIB
     prefault: bool = False
     keep: bool = True
+    # What a shuttle lacked (room, memory, descriptors) may be there again; nobody tells the daemon.
+    grow_again_s: Seconds = 10.0
 
 
 class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

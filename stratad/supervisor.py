@@ -31,8 +31,9 @@ from ipc.messages import (
     WorkerSpec,
 )
 from ipc.server import FLUSH_S, Incoming, Sent
+from shm.headroom import oom_kills
+from shm.janitor import remove_segment
 from shm.process import open_pidfd, pidfd_ended, start_ticks
-from shm.shuttle import unlink
 from stratad import ledger
 from stratad.access import Access
 from stratad.core.core import Core
@@ -60,6 +61,7 @@ from stratad.core.views import status_line
 from stratad.descriptors import WorkerChannel
 from stratad.journal import Journal, JournalError
 from stratad.links import ClientLink, ClientLinks, Endpoints, RefusalLog, WorkerLink
+from stratad.lock import InstanceLock, InstanceLocked
 from stratad.notify import Notifier
 from stratad.processes import Processes
 
@@ -95,6 +97,7 @@ class Supervisor:
         access: Access,
         *,
         journal: Journal,
+        lock: InstanceLock,
         stop_s: float,
         unread_s: float,
         notifier: Notifier,
@@ -106,6 +109,8 @@ class Supervisor:
         self._plans = plans
         self._access = access
         self._journal = journal
+        self._lock = lock
+        self._lock_lost = False
         self._formers: dict[str, int] = {}  # pidfds of an earlier daemon's workers, by worker
         self._refusals = RefusalLog()
         self._stop_s = stop_s
@@ -120,6 +125,7 @@ class Supervisor:
         self._epoll = select.epoll()  # all plain descriptors, so that the poller has three entries and not one for each
         self._handlers: dict[int, Callable[[], None]] = {}
         self._now = Instant(0.0, 0.0)
+        self._oom_kills = 0
         self._signals: socket.socket | None = None
         self._wakeup: socket.socket | None = None
 
@@ -128,6 +134,7 @@ class Supervisor:
     def run(self) -> None:
         """Serve until a signal asks to stop and every worker has ended."""
         self._catch_signals()
+        self._oom_kills = oom_kills()
         self._poller.register(self._clients.socket, zmq.POLLIN)
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._poller.register(self._epoll.fileno(), zmq.POLLIN)
@@ -238,6 +245,8 @@ class Supervisor:
     def _on_signal(self) -> None:
         assert self._signals is not None
         numbers = set(self._signals.recv(4096))
+        if signal.SIGCHLD in numbers:  # as subreaper, or as process 1, we inherit what others leave behind
+            self._processes.reap_orphans()
         if numbers & {signal.SIGTERM, signal.SIGINT}:
             if self._core.state.stopping:
                 log.info("second signal to stop: already stopping")
@@ -311,7 +320,14 @@ class Supervisor:
             link = self._worker_links.get(proc.worker)
             if link is not None and link.generation == proc.generation:
                 self._hear_out(proc.worker, link)
-            self._worker_ended(proc.worker, proc.generation, reason)
+            self._worker_ended(proc.worker, proc.generation, reason + self._killed_for_memory(proc.status))
+
+    def _killed_for_memory(self, status: int | None) -> str:
+        """What the cgroup says of a SIGKILL: the kernel's own leave no other trace."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        if status != -signal.SIGKILL or self._oom_kills <= before:
+            return ""
+        return f", and the cgroup's count of kills for lack of memory rose from {before} to {self._oom_kills}"
 
     def _hear_out(self, worker: str, link: WorkerLink) -> None:
         """Take in what a worker said before its end: its last answers may still be in the hands of ZeroMQ's thread,
@@ -555,7 +571,7 @@ class Supervisor:
                 case KillFormer():
                     self._kill_former(effect.worker)
                 case UnlinkSegment():
-                    unlink(effect.segment)
+                    remove_segment(effect.segment)
                 case SampleMemory():
                     self._sample_memory(effect)
                 case DropClient():
@@ -632,7 +648,19 @@ class Supervisor:
         elif sent is Sent.UNREACHABLE:  # its half of the lifeline may be open still
             self._drop_deaf(link, "it cannot be reached")
 
+    def _renew_lock(self) -> None:
+        """From time to time: whoever cleans up /dev/shm may have removed the lock's file."""
+        try:
+            self._lock.renew()
+        except (InstanceLocked, OSError) as exc:
+            if not self._lock_lost:
+                log.error("somebody removed the instance lock, and it cannot be taken anew", extra=fields(why=str(exc)))
+            self._lock_lost = True
+        else:
+            self._lock_lost = False
+
     def _sample_memory(self, effect: SampleMemory) -> None:
+        self._renew_lock()
         start_s = time.monotonic()
         found: list[tuple[Target, Reading | None]] = []
         for target in effect.targets:

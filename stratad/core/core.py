@@ -26,13 +26,13 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
-from stratad.core import adoption, arenas, jobs, journaling, memory, queue, registration, service
+from stratad.core import adoption, arenas, jobs, journaling, losses, memory, queue, registration, service
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
 from stratad.core.failures import Refusal
 from stratad.core.memory_tracks import Reading, Role, Target
-from stratad.core.ops import RUNNING, OpState
+from stratad.core.ops import RUNNING, OpKind, OpState
 from stratad.core.state import ClientRecord, Instant, Settings, State, Worker, WorkerState
 
 # How long a lifeline may stay without its hello.
@@ -106,7 +106,9 @@ class Core:
                 state.out.append(SpawnWorker(worker.name, worker.generation))
             elif worker.state is WorkerState.STARTING and worker.born_s + state.settings.boot_s <= state.now_s:
                 arenas.kill(state, worker, "worker_hung", f"not ready after {state.settings.boot_s} s")
+            arenas.try_again(state, worker)
         adoption.expire(state)
+        journaling.try_again(state)
         jobs.check_deadlines(state)
         queue.expire(state)
         registration.expire(state)
@@ -143,6 +145,8 @@ class Core:
         state = self.state
         due: list[float] = [request.deadline_s for request in state.stats_requests]
         due.append(state.memory.due_s)
+        if state.journal_error:
+            due.append(state.journal_again_s)
         for worker in state.workers.values():
             if worker.state is WorkerState.DEAD and not state.stopping:
                 due.append(worker.next_start_s)
@@ -150,6 +154,8 @@ class Core:
                 due.append(worker.born_s + state.settings.boot_s)
             elif worker.state is WorkerState.READY:
                 due.extend(jobs.due_s(worker, op, op.stages[stage]) for op, stage in worker.jobs.values())
+                if worker.grow_failed and worker.making is None:
+                    due.append(worker.grow_again_s)
         due.extend(op.deadline_s for op in state.waiting.values())
         due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
         due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
@@ -255,7 +261,7 @@ class Core:
             case ShuttleReady():
                 arenas.shuttle_ready(state, worker, report)
             case ShuttleFailed():
-                arenas.shuttle_failed(state, worker, report)
+                losses.shuttle_failed(state, worker, report)
             case PoolOpened():
                 registration.pool_opened(state, report.pool)
             case PoolFailed():
@@ -453,8 +459,11 @@ class Core:
             get.image for engine in state.engines.values() for get in engine.gets.values()
         ]:
             readers[image.image_id] = readers.get(image.image_id, 0) + 1
+        takes = [op.image.image_id for op in state.ops.values() if op.image is not None and op.kind is OpKind.TAKE]
+        takes += [image_id for engine in state.engines.values() for image_id in engine.takes]
         for image in state.catalog.images.values():
             assert image.readers == readers.get(image.image_id, 0), f"image {image.image_id}: readers out of step"
+            assert image.taken == takes.count(image.image_id), f"image {image.image_id}: takes out of step"
 
     def _validate_fences(self, op_ids: Iterable[int]) -> None:
         state = self.state

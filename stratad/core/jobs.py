@@ -38,15 +38,18 @@ def start(state: State, op: Operation) -> None:
     op.advance("start")
     op.waits_for = ""
     del state.waiting[op.op_id]
+    for run in op.stages:
+        run.generation = state.workers[run.worker].generation
     for run in op.stages if state.settings.parallel else op.stages[:1]:
         _send(state, op, run)
 
 
 def _send(state: State, op: Operation, run: StageRun) -> None:
     worker = state.workers[run.worker]
-    if not worker.can_serve:
+    why_not = _why_not(run, worker)
+    if why_not:
         run.advance("skip")
-        run.outcome = StageOutcome(run.stage, "failed", "worker_died", f"worker {worker.name} is {worker.state.value}")
+        run.outcome = StageOutcome(run.stage, "failed", "worker_died", f"worker {worker.name} {why_not}")
         return
     settings = state.settings
     run.job = state.number("job")
@@ -64,6 +67,15 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     run.deadline_s = state.now_s + run.patience_s
     state.wake_by(run.deadline_s)
     state.out.append(SendTo(worker.name, _command(op, run, pool, poll_event, event_wait_s)))
+
+
+def _why_not(run: StageRun, worker: Worker) -> str:
+    """What stands against sending a stage now. Where stages are copied one after another, the operation may have begun
+    long ago: a process that came since may lack the pool, the shuttles, or its name in the journal.
+    """
+    if not worker.can_serve:
+        return f"is {worker.state.value}"
+    return "" if worker.generation == run.generation else "was started again meanwhile"
 
 
 def _command(
@@ -263,7 +275,7 @@ def _go_on(state: State, op: Operation) -> None:
             pending = pending or run
         elif run.outcome is not None and run.outcome.state == "failed":
             failed = True
-    if pending is not None and (op.cancelled or failed):
+    if pending is not None and (op.cancelled or failed or op.lost):
         _skip_pending(op)
     elif pending is not None and running is None:
         _send(state, op, pending)
@@ -281,6 +293,8 @@ def _finish(state: State, op: Operation) -> None:
     engine = state.engines.get(op.engine_id)
     if failed is not None:
         fail(state, op, failed.code, failed.message, stage=failed.stage)
+    elif op.lost is not None:
+        fail(state, op, *op.lost)
     elif any(run.state is StageState.UNTOUCHED for run in op.stages):
         fail(state, op, "cancelled", "the operation was cancelled")
     elif op.image is not None:
@@ -369,7 +383,7 @@ def _restored(state: State, op: Operation) -> None:
     if image.image_id in state.catalog.images:
         state.catalog.touch(image, state.now_unix_s)
     engine = state.engines.get(op.engine_id)
-    if op.kind is OpKind.TAKE and engine is not None and op.client in state.clients:
+    if op.kind is OpKind.TAKE and engine is not None and not engine.closing:
         engine.takes[image.image_id] = state.now_s  # `taken` stays up until the client acknowledges or is gone
     elif op.kind is OpKind.TAKE:
         image.taken -= 1

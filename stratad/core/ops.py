@@ -107,7 +107,7 @@ WRITING: Final = frozenset({OpKind.RESTORE, OpKind.TAKE, OpKind.SLOT_FROM, OpKin
 @dataclass(slots=True, eq=False)
 class StageRun:
     """One stage of an operation. `rows` are in token order, `spans` the chunks of the image. `target` are the rows
-    that a copy from rows to rows writes.
+    that a copy from rows to rows writes; `generation` is its worker's when the operation began.
     """
 
     stage: int
@@ -116,6 +116,7 @@ class StageRun:
     spans: tuple[ChunkSpan, ...]
     target: CutRows | None = None
     state: StageState = StageState.PENDING
+    generation: int = 0
     job: int = 0
     deadline_s: float = 0.0
     patience_s: float = 0.0  # from its sending to `deadline_s`
@@ -168,13 +169,13 @@ class Operation:
     image_tokens: int = 0
     state: OpState = OpState.WAITING
     cancelled: bool = False
-    told_accepted: bool = False
     told_free: bool = False
     waits_for: str = ""
     fenced: set[int] = field(default_factory=set)
     need: dict[str, int] = field(default_factory=dict)
     shuttles: dict[str, set[int]] = field(default_factory=dict)
     piece: Piece | None = None
+    lost: tuple[str, str] | None = None  # code and message: bytes that it counts on are gone
 
     def advance(self, event: str) -> None:
         """Make a move of the table.

@@ -2,6 +2,7 @@
 
 from ipc.messages import Progress
 from stratad.core import arenas, jobs, journaling, leases
+from stratad.core.effects import ReplyTo
 from stratad.core.failures import Refusal
 from stratad.core.images import Draft, needed_granules
 from stratad.core.intake import raise_fences
@@ -43,10 +44,11 @@ def submit(state: State, op: Operation) -> None:
         op.chunks = state.catalog.read(op.image, op.chunks or None)
         if op.kind is OpKind.TAKE:
             op.image.taken += 1
+    before = len(state.out)
     _start_if_possible(state, op, engine)
-    if op.state is OpState.WAITING and not op.told_accepted:
-        op.told_accepted = True
-        state.reply(op.client, Progress(op.seq, "accepted"))
+    if op.state is OpState.WAITING:
+        # Ahead of what it may have asked the journal for: the answer to that may end it already.
+        state.out.insert(before, ReplyTo(op.client, Progress(op.seq, "accepted")))
 
 
 def _refuse_dead(state: State, op: Operation, engine: Engine) -> None:
@@ -116,6 +118,8 @@ def _obstacle(state: State, op: Operation, engine: Engine) -> str:
         op.count_shuttles()
     for name, needed in op.shuttles.items():
         worker = state.workers[name]
+        if lost := needed - worker.sizes.keys():
+            raise Refusal("damaged", f"shuttle {min(lost)} of {name} is lost, and what lay in it")
         if not needed <= worker.mapped:
             arenas.tend(state, worker, needed)
             return f"shuttles of {worker.name}"

@@ -50,6 +50,7 @@ class Settings:
     job_floor_s: float
     link_floor_bytes_per_s: float
     restarts: RestartPolicy
+    grow_again_s: float = 10.0  # between tries to make a shuttle for which something was missing
     lease_s: float = 60.0
     memory: MemorySettings = field(default_factory=MemorySettings)
     admins: frozenset[int] = frozenset()
@@ -88,6 +89,7 @@ class Worker:
     kill_code: str = ""
     former: tuple[int, int] | None = None  # pid and start ticks of the earlier daemon's process, not proven gone
     former_by_s: float = math.inf  # when that is killed
+    former_shuttles: int = 0  # it had no more than this: those that we do not know were made after we had looked
     recorded: bool = False  # the journal names its present process
     detail: str = ""
     ready: WorkerReady | None = None
@@ -96,6 +98,8 @@ class Worker:
     mapped: set[int] = field(default_factory=set)
     locked: set[int] = field(default_factory=set)
     making: int | None = None
+    retired: set[int] = field(default_factory=set)  # numbers that no new shuttle may have
+    skipped: int = 0  # names in a row that somebody else had taken
     grow_failed: str = ""
     grow_again_s: float = 0.0
     jobs: dict[int, tuple[Operation, int]] = field(default_factory=dict)
@@ -110,9 +114,19 @@ class Worker:
         """Whether it takes jobs now."""
         return self.state is WorkerState.READY
 
+    @property
+    def next_index(self) -> int:
+        """The number of the next new shuttle."""
+        used = self.sizes.keys() | self.retired
+        return next(number for number in range(len(used) + 1) if number not in used)
+
+    def runs_short(self, now_s: float) -> bool:
+        """Whether something that a shuttle needs was missing a moment ago."""
+        return bool(self.grow_failed) and now_s < self.grow_again_s
+
     def can_grow(self, settings: Settings, now_s: float) -> bool:
         """Whether another shuttle is on its way or allowed."""
-        if self.state in (WorkerState.FAILED, WorkerState.STOPPED) or (self.grow_failed and now_s < self.grow_again_s):
+        if self.state in (WorkerState.FAILED, WorkerState.STOPPED) or self.runs_short(now_s):
             return False
         return self.making is not None or sum(self.sizes.values()) + settings.shuttle_bytes <= settings.arena_bytes
 

@@ -547,7 +547,7 @@ def test_a_worker_that_cannot_attach_its_shuttle_again_is_killed_and_tried_anew(
     core.tick(1.0)
     core.ready("cpu:1")
     waiting = core.restore(engine, first_row=1000)
-    core.report("cpu:1", ShuttleFailed(0, "missing", "no such segment", 1, 0))
+    core.report("cpu:1", ShuttleFailed(0, "device_error", "the device takes no more", 1, 0))
     assert [kill.worker for kill in core.kills] == ["cpu:1"]
     assert core.core.state.workers["cpu:1"].state.value == "killed"
     core.auto = True
