@@ -6,7 +6,8 @@
 ...     image = engine.capture("conversation", tokens, rows=range(len(tokens)), slot=0).result()
 
 Blocking calls use the calling thread alone. Every call has a deadline and ends in a result or in one of
-`stratad.errors`. After a restart of the daemon the client connects and registers again by itself, at its next call.
+`stratad.errors`. After a restart of the daemon the client connects and registers again by itself, at its next call;
+what a stopping daemon turned away waits for the next one.
 """
 
 import contextlib

@@ -74,6 +74,8 @@ BAD_FRAME_LIMIT: Final = 16
 ACCEPT_LIMIT: Final = 16
 HELLO_BYTES: Final = 1024  # more is not read of a peer that nobody has vouched for
 LONGEST_WAIT_S: Final = 60.0
+# A worker says hello and that it is ready, then it waits for commands.
+EARLY_LIMIT: Final = 16
 # For the last answers of a worker that has gone; milliseconds, unless the host is very busy.
 LAST_WORDS_S: Final = 0.25
 # Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
@@ -392,6 +394,9 @@ class Supervisor:
             return
         link.channel.lifeline = lifeline
         self._watch(lifeline.fileno(), lambda: self._on_worker_lifeline(lifeline))
+        early, link.early = link.early, []
+        for incoming in early:
+            self._on_report(worker, link, incoming)
 
     def _on_worker_lifeline(self, lifeline: Lifeline) -> None:
         """Its end says that the worker is going; only its pidfd says that it is gone."""
@@ -504,23 +509,30 @@ class Supervisor:
             link = self._worker_links.get(worker) if worker is not None else None
             if worker is None or link is None:
                 continue  # nobody we started: not even read
-            try:
-                report = decode(_one_frame(incoming), Report)
-            except BadFrame as bad:
-                log.error("bad frame of a worker", extra=fields(worker=worker, why=bad.message))
-                continue
-            if isinstance(report, WorkerHello):
+            if link.channel.lifeline is None:
                 self._on_template()  # the core must know the process before the process says anything
-                link.greeted = report.token == link.token and report.worker == worker
-                if not link.greeted:
-                    log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
-            elif link.greeted:
-                try:
-                    effects = self._core.report(worker, link.generation, report, self._now)
-                except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good
-                    self._bug("report", type(report).__name__)
-                    effects = [KillWorker(worker, link.generation, "a report could not be handled")]
-                self._perform(effects)
+            if link.channel.lifeline is not None:
+                self._on_report(worker, link, incoming)
+            elif len(link.early) < EARLY_LIMIT:
+                link.early.append(incoming)
+
+    def _on_report(self, worker: str, link: WorkerLink, incoming: Incoming) -> None:
+        try:
+            report = decode(_one_frame(incoming), Report)
+        except BadFrame as bad:
+            log.error("bad frame of a worker", extra=fields(worker=worker, why=bad.message))
+            return
+        if isinstance(report, WorkerHello):
+            link.greeted = report.token == link.token and report.worker == worker
+            if not link.greeted:
+                log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
+        elif link.greeted:
+            try:
+                effects = self._core.report(worker, link.generation, report, self._now)
+            except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good
+                self._bug("report", type(report).__name__)
+                effects = [KillWorker(worker, link.generation, "a report could not be handled")]
+            self._perform(effects)
 
     def _bug(self, what: str, name: str) -> None:
         self._core.state.count("internal_errors")
