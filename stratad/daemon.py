@@ -193,6 +193,8 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
         boot_s=config.deadlines.worker_boot_s,
         job_floor_s=config.deadlines.job_floor_s,
         link_floor_bytes_per_s=config.deadlines.link_floor_bytes_per_s,
+        order_s=config.deadlines.order_s,
+        stuck_s=config.deadlines.stuck_s,
         restarts=RestartPolicy(restarts.backoff_first_s, restarts.backoff_cap_s, restarts.give_up_after),
         memory=MemorySettings(
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after

@@ -120,7 +120,7 @@ class Supervisor:
         self._tell_time()
         self._event(self._core.tick)
         self._notifier.ready()
-        while not (self._core.stopped and not self._processes.workers):
+        while not (self._core.stopped and self._processes.workers.keys() <= self._core.stuck):
             self._turn()
         self._perform(self._core.unlink_all())
 
@@ -149,7 +149,7 @@ class Supervisor:
             self._workers.flush()
         for worker, link in list(self._worker_links.items()):
             if link.channel.waiting and not link.channel.flush():
-                self._processes.kill(worker, link.generation, now.now_s)
+                self._unfit(worker, link.generation, "it does not take its commands")
         if self._stop_deadline_s is not None and self._stop_deadline_s <= now.now_s:
             self._stop_deadline_s = None
             self._event(lambda at: self._core.kill_all("the time for a graceful stop is over", at))
@@ -329,9 +329,10 @@ class Supervisor:
         """Its end says that the worker is going; only its pidfd says that it is gone."""
         if lifeline.drain() is Life.ENDED:
             self._unwatch(lifeline.fileno())
-            for link in self._worker_links.values():
+            for name, link in self._worker_links.items():
                 if link.channel.lifeline is lifeline:
                     link.greeted = False  # whoever speaks in its name from now on is somebody else
+                    self._event(functools.partial(self._core.worker_hung_up, name, link.generation))
 
     def _add_client(self, lifeline: Lifeline) -> None:
         link = self._links.add(lifeline)
@@ -434,7 +435,7 @@ class Supervisor:
                     effects = self._core.report(worker, link.generation, report, self._now)
                 except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good
                     self._bug("report", type(report).__name__)
-                    effects = [KillWorker(worker, link.generation, "a report could not be handled")]
+                    effects = self._core.worker_unfit(worker, link.generation, "a report is not understood", self._now)
                 self._perform(effects)
 
     def _bug(self, what: str, name: str) -> None:
@@ -488,10 +489,13 @@ class Supervisor:
         if not self._processes.kill(effect.worker, effect.generation, self._now.now_s):
             self._worker_ended(effect.worker, effect.generation, "it was never started")
 
+    def _unfit(self, worker: str, generation: int, reason: str) -> None:
+        self._event(functools.partial(self._core.worker_unfit, worker, generation, reason))
+
     def _send_to(self, effect: SendTo) -> None:
         link = self._worker_links.get(effect.worker)
         if link is not None and not link.channel.send(effect.command):
-            self._processes.kill(effect.worker, link.generation, self._now.now_s)  # its end answers for it
+            self._unfit(effect.worker, link.generation, "it does not take its commands")  # its end answers for this one
 
     def _reply_to(self, client: int, message: Reply) -> None:
         link = self._links.get(client)

@@ -1,13 +1,21 @@
 """How arenas grow, and how a worker that was started again gets its shuttles back."""
 
+import math
+
 from ipc.messages import MakeShuttle, ShuttleFailed, ShuttleReady
 from shm.extent import GRANULE_BYTES
 from shm.header import segment_name
+from stratad.core.arena import Arena
 from stratad.core.effects import KillWorker, SendTo, UnlinkSegment
 from stratad.core.state import State, Worker, WorkerState
 
 # After a refusal (no memory, no room on /dev/shm) the next try waits this long.
 GROW_AGAIN_S = 10.0
+# After so many deaths in a row while the same new shuttle was made, it waits too.
+MAKING_DEATHS = 2
+# Between what shows that a process ends (a sticky failure, the end of its lifeline) and SIGKILL: time for it to end by
+# itself, and say by its status why.
+LEAVE_S = 1.0
 
 
 def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
@@ -33,6 +41,9 @@ def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
 
 def _make(state: State, worker: Worker, index: int, size_bytes: int, *, adopt: bool) -> None:
     worker.making = index
+    settings = state.settings
+    worker.life.making_by_s = state.now_s + settings.order_s + size_bytes / settings.link_floor_bytes_per_s
+    state.wake_by(worker.life.making_by_s)
     segment = segment_name(state.settings.instance, worker.name, index)
     state.out.append(SendTo(worker.name, MakeShuttle(index, segment, size_bytes, adopt)))
 
@@ -43,6 +54,8 @@ def shuttle_ready(state: State, worker: Worker, report: ShuttleReady) -> None:
         state.log("error", "shuttle not asked for", worker=worker.name, shuttle=report.index)
         return
     worker.making = None
+    worker.life.making_by_s = math.inf
+    worker.making_deaths = 0
     worker.grow_failed = ""
     worker.mapped.add(report.index)
     if report.locked:
@@ -62,6 +75,8 @@ def shuttle_failed(state: State, worker: Worker, report: ShuttleFailed) -> None:
         state.log("error", "shuttle not asked for", worker=worker.name, shuttle=report.index)
         return
     worker.making = None
+    worker.life.making_by_s = math.inf
+    worker.making_deaths = 0
     state.count("shuttles_failed")
     state.log("error", "shuttle failed", worker=worker.name, shuttle=report.index, code=report.code, why=report.message)
     if report.index in worker.sizes:
@@ -74,18 +89,45 @@ def shuttle_failed(state: State, worker: Worker, report: ShuttleFailed) -> None:
         worker.detail = f"arena cannot grow: {worker.grow_failed}"
 
 
-def kill(state: State, worker: Worker, code: str, reason: str) -> None:
-    """SIGKILL a worker's process; its jobs end with `code` once it is proven gone."""
+def kill(state: State, worker: Worker, code: str, reason: str, *, excused: bool = True) -> None:
+    """SIGKILL a worker's process; its jobs end with `code` once it is proven gone. `excused`: no copy is the cause."""
     worker.state = WorkerState.KILLED
     worker.kill_code = code
+    worker.life.killed_s = state.now_s
+    worker.life.excused = excused
+    state.wake_by(state.now_s + state.settings.stuck_s)
     state.out.append(KillWorker(worker.name, worker.generation, reason))
 
 
 def drop_half_made(state: State, worker: Worker) -> None:
-    """After the proven end of a worker: a shuttle that it was making has a name and nothing else."""
+    """After the proven end of a worker: a shuttle that it was making has a name and nothing else. One that was new, and
+    during whose making processes died twice in a row, is not tried again at once: what the arena has is served.
+    """
     if worker.making is not None and worker.making not in worker.sizes:
         state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, worker.making)))
+        if not (worker.life.ordered or worker.life.culprit):
+            worker.making_deaths += 1
     worker.making = None
+
+
+def rest_from_growing(state: State, worker: Worker) -> None:
+    """A new process is ready: it does not at once try again to make what its forerunners died of."""
+    worker.grow_failed = ""
+    if worker.making_deaths >= MAKING_DEATHS:
+        worker.grow_failed = f"{worker.making_deaths} processes in a row died while they made a shuttle"
+        worker.grow_again_s = state.now_s + GROW_AGAIN_S
+        worker.detail = f"arena cannot grow: {worker.grow_failed}"
+
+
+def make_empty(state: State, worker: Worker) -> None:
+    """Give all shuttles of a worker back. It is proven gone, and nothing is stored in them."""
+    assert worker.arena.used_granules == 0
+    unlink_all(state, worker)
+    worker.arena = state.catalog.arenas[worker.name] = Arena()
+    worker.segments.clear()
+    worker.sizes.clear()
+    worker.grow_failed = ""
+    worker.making_deaths = 0
 
 
 def unlink_all(state: State, worker: Worker) -> None:

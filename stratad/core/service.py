@@ -17,6 +17,7 @@ from ipc.messages import (
     Goodbye,
     Hello,
     Images,
+    Lift,
     ListImages,
     Lookup,
     Mark,
@@ -29,6 +30,8 @@ from ipc.messages import (
     Register,
     Release,
     Request,
+    ResetWorker,
+    RestartWorker,
     Restore,
     Show,
     SlotDirect,
@@ -40,7 +43,7 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import exchange, jobs, memory, memory_view, queue, registration, views
+from stratad.core import blame, exchange, jobs, lives, memory, memory_view, queue, registration, views
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
 from stratad.core.images import Image
@@ -66,10 +69,8 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             _drop_transit(state, client, request)
         case PutBegin() | PutPart() | PutCommit() | PutAbort() | GetBegin() | GetPart() | GetEnd():
             exchange.serve(state, client, request)
-        case Acknowledge():
-            _acknowledge(state, client, request)
-        case Release():
-            _give_back(state, client, request)
+        case Acknowledge() | Release():
+            _end_hold(state, client, request)
         case Lookup():
             _lookup(state, client, request)
         case Mark():
@@ -80,6 +81,8 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             _clear(state, client, request)
         case Pin():
             _pin(state, client, request)
+        case Lift() | RestartWorker() | ResetWorker():
+            _administer(state, client, request)
         case Hello():
             _hello(state, client, request)
         case Register():
@@ -135,6 +138,30 @@ def _hello(state: State, client: ClientRecord, hello: Hello) -> None:
 
 def _is_admin(state: State, client: ClientRecord) -> bool:
     return client.uid in (0, state.settings.uid) or client.uid in state.settings.admins
+
+
+def _administer(state: State, client: ClientRecord, request: Lift | RestartWorker | ResetWorker) -> None:
+    if not _is_admin(state, client):
+        raise Refusal("not_permitted", "only an admin of the daemon may order that")
+    if isinstance(request, Lift):
+        _lift(state, client, request)
+    else:
+        lives.order(state, client.client, request)
+    queue.pump(state)
+
+
+def _lift(state: State, client: ClientRecord, request: Lift) -> None:
+    images = [
+        image
+        for image in (*state.catalog.images.values(), *state.catalog.transits.values())
+        if image.suspect is not None
+        and image.scope.namespace == request.namespace
+        and (not request.conversation or image.conversation == request.conversation)
+        and request.image_id in (0, image.image_id)
+    ]
+    conversation = request.conversation
+    lifted = blame.lift(state, request.namespace, images, conversation, sources=not request.image_id)
+    state.reply(client.client, Done(request.seq, lifted))
 
 
 def _may_touch(state: State, client: ClientRecord, namespace: str) -> bool:
@@ -212,19 +239,13 @@ def _end_take(state: State, client: ClientRecord, request: Acknowledge | Release
     return image
 
 
-def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> None:
+def _end_hold(state: State, client: ClientRecord, request: Acknowledge | Release) -> None:
     image = _end_take(state, client, request)
-    if image is not None:
+    if image is not None and isinstance(request, Acknowledge):
         if image.pinned:
             state.log("info", "taken image was pinned meanwhile and stays", image=image.image_id)
         else:
             state.catalog.drop(image)
-    state.reply(client.client, Done(request.seq, int(image is not None)))
-    queue.pump(state)
-
-
-def _give_back(state: State, client: ClientRecord, request: Release) -> None:
-    image = _end_take(state, client, request)
     state.reply(client.client, Done(request.seq, int(image is not None)))
     queue.pump(state)
 
