@@ -55,12 +55,12 @@ def shuttle_ready(state: State, worker: Worker, report: ShuttleReady) -> None:
         return
     worker.making = None
     worker.life.making_by_s = math.inf
-    worker.making_deaths = 0
-    worker.grow_failed = ""
     worker.mapped.add(report.index)
     if report.locked:
         worker.locked.add(report.index)
     if report.index not in worker.sizes:
+        worker.making_deaths = 0
+        worker.grow_failed = ""
         worker.sizes[report.index] = state.settings.shuttle_bytes
         worker.segments[report.index] = segment_name(state.settings.instance, worker.name, report.index)
         worker.arena.add_shuttle(report.index, state.settings.shuttle_bytes)
@@ -76,7 +76,6 @@ def shuttle_failed(state: State, worker: Worker, report: ShuttleFailed) -> None:
         return
     worker.making = None
     worker.life.making_by_s = math.inf
-    worker.making_deaths = 0
     state.count("shuttles_failed")
     state.log("error", "shuttle failed", worker=worker.name, shuttle=report.index, code=report.code, why=report.message)
     if report.index in worker.sizes:
@@ -84,6 +83,7 @@ def shuttle_failed(state: State, worker: Worker, report: ShuttleFailed) -> None:
         worker.detail = f"shuttle {report.index} could not be attached again: {report.message}"
         kill(state, worker, "worker_died", worker.detail)
     else:
+        worker.making_deaths = 0
         worker.grow_failed = f"{report.message} [{report.code}]"
         worker.grow_again_s = state.now_s + GROW_AGAIN_S
         worker.detail = f"arena cannot grow: {worker.grow_failed}"

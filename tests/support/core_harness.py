@@ -113,6 +113,7 @@ class Harness:
     memory: dict[tuple[Role, str], Reading | None] = field(default_factory=dict)  # by `Target.key`; others: `reading`
     seq: int = 0
     auto: bool = True
+    make_shuttles: bool = True  # with `auto`: orders for shuttles are answered
 
     @classmethod
     def make(cls, workers: int = 2, devices: dict[str, str] | None = None, **changes: object) -> "Harness":
@@ -161,7 +162,7 @@ class Harness:
             self.sent.setdefault(worker, []).append(command)
             return
         match command:
-            case MakeShuttle():
+            case MakeShuttle() if self.make_shuttles:
                 self.report(worker, ShuttleReady(command.index, False, 0.0))
             case OpenPool():
                 self.report(worker, PoolOpened(command.pool))
