@@ -18,6 +18,7 @@ MEANINGS: Final[dict[str, str]] = {
     "ram.budget_images": "images held at most",
     "ram.shuttle_bytes": "bytes of one shared-memory segment, a multiple of 64 KiB",
     "ram.prefault": "make all shuttles at the start instead of when they are needed (true or false)",
+    "ram.keep": "images outlive a stop of the daemon in /dev/shm; false: a stop frees everything (true or false)",
     "copy.parallel": "copy stages side by side, captures beside restores; false: one after another (true or false)",
     "copy.slice_bytes": "bytes at most that a lane copies before it looks for a cancellation",
     "copy.staging_bytes": "bytes of each of a GPU lane's two staging buffers, at least copy.slice_bytes",

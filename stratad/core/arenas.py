@@ -36,7 +36,8 @@ def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
         or worker.arena.free_granules * GRANULE_BYTES < settings.shuttle_bytes // 2
     )
     if wanted and worker.can_grow(settings, state.now_s):
-        _make(state, worker, len(worker.sizes), settings.shuttle_bytes, adopt=False)
+        index = next(n for n in range(len(worker.sizes) + 1) if n not in worker.sizes)
+        _make(state, worker, index, settings.shuttle_bytes, adopt=False)
 
 
 def _make(state: State, worker: Worker, index: int, size_bytes: int, *, adopt: bool) -> None:
@@ -122,15 +123,9 @@ def rest_from_growing(state: State, worker: Worker) -> None:
 def make_empty(state: State, worker: Worker) -> None:
     """Give all shuttles of a worker back. It is proven gone, and nothing is stored in them."""
     assert worker.arena.used_granules == 0
-    unlink_all(state, worker)
+    state.out.extend(UnlinkSegment(segment) for segment in worker.segments.values())
     worker.arena = state.catalog.arenas[worker.name] = Arena()
     worker.segments.clear()
     worker.sizes.clear()
     worker.grow_failed = ""
     worker.making_deaths = 0
-
-
-def unlink_all(state: State, worker: Worker) -> None:
-    """Remove the names of all shuttles (at a clean stop)."""
-    for segment in worker.segments.values():
-        state.out.append(UnlinkSegment(segment))

@@ -98,6 +98,7 @@ class Image:
     restores: int = 0
     damaged: bool = False
     parts: tuple[ImagePart, ...] | None = None
+    transit: bool = False
     suspect: Suspect | None = None
 
     @property

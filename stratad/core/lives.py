@@ -12,8 +12,8 @@
 
 import math
 
-from ipc.messages import BootFailed, ResetWorker, RestartWorker, StopWorker, WorkerOrdered
-from stratad.core import arenas, blame, jobs, registration
+from ipc.messages import BootFailed, Failed, ResetWorker, RestartWorker, StopWorker, WorkerOrdered
+from stratad.core import arenas, blame, jobs, journaling, registration
 from stratad.core.effects import SendTo, SpawnWorker
 from stratad.core.exchange import end_get, end_put
 from stratad.core.failures import Refusal
@@ -33,7 +33,7 @@ def _tick_worker(state: State, worker: Worker) -> None:
     if worker.state in RETRIED:
         if worker.next_start_s <= now_s and not (state.stopping or worker.resetting):
             _start(state, worker)
-    elif worker.state is WorkerState.KILLED:
+    elif worker.state is WorkerState.KILLED or (worker.state is WorkerState.AWAITING and life.killed_s):
         if life.killed_s + settings.stuck_s <= now_s:
             _stuck(state, worker)
     elif worker.state not in ALIVE:
@@ -55,8 +55,10 @@ def due_s(state: State, worker: Worker) -> float:
     if worker.state in RETRIED:
         return math.inf if state.stopping or worker.resetting else worker.next_start_s
     life = worker.life
-    if worker.state is WorkerState.KILLED:
+    if worker.state is WorkerState.KILLED or (worker.state is WorkerState.AWAITING and life.killed_s):
         return life.killed_s + state.settings.stuck_s
+    if worker.state is WorkerState.AWAITING:
+        return worker.former_by_s
     if worker.state not in ALIVE:
         return math.inf
     boot_by_s = worker.born_s + state.settings.boot_s if worker.state is WorkerState.STARTING else math.inf
@@ -75,11 +77,10 @@ def _start(state: State, worker: Worker) -> None:
 def _stuck(state: State, worker: Worker) -> None:
     """It may still read and write whatever it could before: everything stays as it is, and nobody else comes there."""
     worker.state = WorkerState.STUCK
-    worker.detail = (
-        f"pid {worker.pid} is not gone {state.settings.stuck_s:g} s after SIGKILL: the kernel or a driver holds it"
-    )
+    pid = worker.former[0] if worker.former is not None else worker.pid
+    worker.detail = f"pid {pid} is not gone {state.settings.stuck_s:g} s after SIGKILL: the kernel or a driver holds it"
     state.count("workers_stuck")
-    state.log("error", "worker stuck", worker=worker.name, pid=worker.pid, generation=worker.generation)
+    state.log("error", "worker stuck", worker=worker.name, pid=pid, generation=worker.generation)
     registration.worker_given_up(state, worker)
 
 
@@ -172,7 +173,8 @@ def order(state: State, client: int, request: RestartWorker | ResetWorker) -> No
     """Restart or reset a worker.
 
     Raises:
-        Refusal: ``bad_value``, ``stopping``, ``worker_unavailable`` (it is stuck) or ``arena_in_use``.
+        Refusal: ``bad_value``, ``stopping``, ``worker_unavailable`` (it is stuck), ``arena_in_use`` or
+            ``journal_unwritable``.
     """
     worker = state.workers.get(request.worker)
     if worker is None:
@@ -190,18 +192,38 @@ def order(state: State, client: int, request: RestartWorker | ResetWorker) -> No
             f"{len(images)} images and {worker.arena.used_granules} granules in all lie in the arena of {worker.name}: "
             "a reset drops them",
         )
+    if isinstance(request, RestartWorker) or not images:
+        _carry_out(state, worker, client, request, 0)
+        return
+    journaling.check_writable(state)
+    published = [image for image in images if not image.transit]
+
+    def written(state: State) -> None:
+        for image in images:
+            if image.transit:
+                _drop_transit(state, image)
+        _carry_out(state, worker, client, request, len(images))
+
+    def not_written(state: State, error: str) -> None:
+        refusal = journaling.unwritable(error)
+        start_id = state.settings.start_id
+        state.reply(client, Failed(request.seq, refusal.code, refusal.message, start_id=start_id))
+
+    journaling.drop(state, published, written, not_written)
+
+
+def _carry_out(
+    state: State, worker: Worker, client: int, request: RestartWorker | ResetWorker, images_dropped: int
+) -> None:
     was = worker.state
     if isinstance(request, ResetWorker):
         worker.resetting = True
         state.resets.add(worker.name)
-    _end_now(state, worker)
-    for image in images:
-        _drop(state, image)
-    if isinstance(request, ResetWorker):
         _end_readers(state, worker)
+    _end_now(state, worker)
     generation = worker.generation + (worker.state not in ALIVE)
     state.log("info", "worker ordered", worker=worker.name, what=type(request).__name__, was=was.value)
-    state.reply(client, WorkerOrdered(request.seq, worker.name, was.value, generation, len(images)))
+    state.reply(client, WorkerOrdered(request.seq, worker.name, was.value, generation, images_dropped))
 
 
 def _end_now(state: State, worker: Worker) -> None:
@@ -223,10 +245,7 @@ def _images_of(state: State, worker: Worker) -> list[Image]:
     return [image for image in every if worker.name in image.scope.workers]
 
 
-def _drop(state: State, image: Image) -> None:
-    if image.image_id in state.catalog.images:
-        state.catalog.drop(image)
-        return
+def _drop_transit(state: State, image: Image) -> None:
     for engine in state.engines.values():
         engine.transits = {slot: kept for slot, kept in engine.transits.items() if kept is not image}
     state.catalog.drop_transit(image)

@@ -1,7 +1,7 @@
 """Operations that wait: for a worker, a pool, a shuttle or space."""
 
 from ipc.messages import Progress
-from stratad.core import arenas, blame, jobs
+from stratad.core import arenas, blame, jobs, journaling
 from stratad.core.failures import Refusal
 from stratad.core.images import Draft, needed_granules
 from stratad.core.intake import raise_fences
@@ -145,6 +145,13 @@ def _space(state: State, op: Operation) -> str:
         transit=op.kind is OpKind.SLOT_TO,
         partial=op.kind is OpKind.PUT_PART,
     )
+    if op.kind is not OpKind.SLOT_TO:  # a transit image ends with the daemon
+        journaling.check_writable(state)
+    for name in op.scope.workers:
+        if not state.workers[name].recorded:
+            journaling.check_writable(state)
+            journaling.record_worker(state, state.workers[name])
+            return f"the journal to name the process of {name}"
     need = op.need = op.need or needed_granules(draft)  # it may be asked for at every event
     for name in state.catalog.shortfall(need):
         worker = state.workers[name]
@@ -157,7 +164,7 @@ def _space(state: State, op: Operation) -> str:
             arenas.tend(state, worker)
             return f"shuttles of {name}"
     try:
-        op.staged = state.catalog.stage(draft, need)
+        victims = state.catalog.victims(draft, need)
     except Refusal as refusal:
         if refusal.code == "no_space" and any(other.state is OpState.COPYING for other in state.ops.values()):
             return "space held by operations in flight"
@@ -167,6 +174,11 @@ def _space(state: State, op: Operation) -> str:
                 text = f"{refusal.message}; the arena of {name} could not grow: {failed}"
                 raise Refusal("no_space", text) from refusal
         raise
+    if victims:
+        journaling.check_writable(state)
+        journaling.evict(state, victims, lambda _: None)
+        return "room: images are evicted"
+    op.staged = state.catalog.stage(draft)
     for name in op.scope.workers:
         arenas.tend(state, state.workers[name])
     return ""

@@ -1,6 +1,7 @@
 """Everything the core knows: its settings, and its records of clients, engines and workers."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple, TypeAlias
@@ -58,11 +59,13 @@ class Settings:
 
 
 class WorkerState(Enum):
-    """Where a worker is. KILLED: SIGKILL was asked for, its end is not proven yet; STUCK: nor was it 10 s later, so its
-    device is out of service, its fences and operations stay as they are, and no other process is started there. DEAD,
-    NO_MEMORY (its device had no memory for the last process), FAILED and STOPPED: it is proven gone.
+    """Where a worker is. AWAITING: the process that served the device for an earlier daemon is not proven gone. KILLED:
+    SIGKILL was asked for, its end is not proven yet; STUCK: nor was it 10 s later, so its device is out of service, its
+    fences and operations stay as they are, and no other process is started there. DEAD, NO_MEMORY (its device had no
+    memory for the last process), FAILED and STOPPED: it is proven gone.
     """
 
+    AWAITING = "awaiting"
     STARTING = "starting"
     READY = "ready"
     KILLED = "killed"
@@ -126,6 +129,9 @@ class Worker:
     missing_bytes: int = 0
     making_deaths: int = 0  # in a row, while the same new shuttle was made
     resetting: bool = False  # starts again once its arena is empty
+    former: tuple[int, int] | None = None  # pid and start ticks of the earlier daemon's process, not proven gone
+    former_by_s: float = math.inf  # when that is killed
+    recorded: bool = False  # the journal names its present process
     detail: str = ""
     ready: WorkerReady | None = None
     segments: dict[int, str] = field(default_factory=dict)
@@ -262,6 +268,10 @@ class State:
     memory: MemoryState = field(default_factory=MemoryState)
     owners: dict[str, int] = field(default_factory=dict)
     fingerprint_fields: dict[str, dict[str, str]] = field(default_factory=dict)
+    # Appends that are not answered, by serial: what follows a good answer, and a bad one (see `journaling`).
+    appends: dict[int, "tuple[Callable[[State], None], Callable[[State, str], None]]"] = field(default_factory=dict)
+    journal_error: str = ""  # why the latest append failed
+    journal_again_s: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     now_s: float = 0.0
