@@ -95,6 +95,7 @@ def kill(state: State, worker: Worker, code: str, reason: str, *, excused: bool 
     worker.state = WorkerState.KILLED
     worker.kill_code = code
     worker.life.killed_s = state.now_s
+    worker.life.killed_for = reason
     worker.life.excused = excused
     state.wake_by(state.now_s + state.settings.stuck_s)
     state.out.append(KillWorker(worker.name, worker.generation, reason))

@@ -107,10 +107,12 @@ def boot_failed(state: State, worker: Worker, report: BootFailed) -> None:
 def ended(state: State, worker: Worker, reason: str) -> None:
     """The process is proven gone: decide what the worker is now. Its jobs are not ended yet."""
     life = worker.life
-    if life.boot_failed is not None:
-        reason = f"{life.boot_failed.message} [{life.boot_failed.code}]"
-    worker.detail = f"generation {worker.generation}: {reason}"
     worker.missing_bytes = 0
+    if life.boot_failed is not None:
+        reason = _why_not_booted(worker, life.boot_failed)
+    elif life.killed_for:
+        reason = f"{life.killed_for} ({reason})"
+    worker.detail = f"generation {worker.generation}: {reason}"
     against_it = blame.settle(state, worker)
     arenas.drop_half_made(state, worker)
     if state.stopping:
@@ -128,6 +130,16 @@ def ended(state: State, worker: Worker, reason: str) -> None:
     )
 
 
+def _why_not_booted(worker: Worker, report: BootFailed) -> str:
+    if report.code != "out_of_memory":
+        return f"{report.message} [{report.code}]"
+    worker.missing_bytes = max(report.wanted_bytes - report.free_bytes, 1)
+    return (
+        f"no memory on the device: {worker.missing_bytes} bytes missing, {report.wanted_bytes} needed, "
+        f"{report.free_bytes} free ({report.message})"
+    )
+
+
 def _next_state(state: State, worker: Worker, *, against_it: bool) -> str:
     """Set state and next start after an end; in words."""
     life, policy = worker.life, state.settings.restarts
@@ -135,8 +147,12 @@ def _next_state(state: State, worker: Worker, *, against_it: bool) -> str:
     delay_s: float | None = 0.0
     if life.ordered:
         worker.deaths_in_row = worker.refusals = 0
-    elif life.boot_failed is not None and life.boot_failed.code == "out_of_memory":
-        delay_s = _no_memory(state, worker, life.boot_failed)
+    elif worker.missing_bytes:
+        # No fault of the worker's: whoever filled its device may leave, so it is tried for ever.
+        worker.state = WorkerState.NO_MEMORY
+        worker.refusals += 1
+        state.count("starts_without_memory")
+        delay_s = policy.backoff_s(worker.refusals)
     else:
         worker.deaths += 1
         worker.refusals = 0
@@ -151,19 +167,6 @@ def _next_state(state: State, worker: Worker, *, against_it: bool) -> str:
     worker.next_start_s = state.now_s + delay_s
     state.wake_by(worker.next_start_s)
     return f"started again in {delay_s:g} s"
-
-
-def _no_memory(state: State, worker: Worker, report: BootFailed) -> float:
-    """No fault of the worker's: whoever filled its device may leave, so it is tried for ever. Seconds until then."""
-    worker.state = WorkerState.NO_MEMORY
-    worker.refusals += 1
-    worker.missing_bytes = max(report.wanted_bytes - report.free_bytes, 1)
-    worker.detail = (
-        f"no memory on the device: {worker.missing_bytes} bytes missing, {report.wanted_bytes} needed, "
-        f"{report.free_bytes} free ({report.message})"
-    )
-    state.count("starts_without_memory")
-    return state.settings.restarts.backoff_s(worker.refusals)
 
 
 # --- orders of admins -------------------------------------------------------------------------------------------------

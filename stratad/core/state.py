@@ -95,6 +95,7 @@ class Life:
     """
 
     killed_s: float = 0.0
+    killed_for: str = ""
     leaving_s: float = math.inf
     making_by_s: float = math.inf
     pools_by_s: float = math.inf
