@@ -25,8 +25,9 @@ fault                 what happens
 ``leak_bytes``        the first copy leaves that many touched bytes that nobody accounts for
 ===================== ====================================================================================
 
-A copy is one slice of one lane, counted from 1 since the start. ``3`` strikes once, ``3+`` from then on. With
-``capture.`` or ``restore.`` before its name a fault concerns that lane alone, else both (each with its own count).
+A copy is one slice of one lane, counted from 1 since the start. ``3`` strikes once, ``3+`` from then on, ``3%`` every
+third one. With ``capture.`` or ``restore.`` before its name a fault concerns that lane alone, else both (each with its
+own count).
 """
 
 import os
@@ -89,6 +90,8 @@ class _Faults:
             return False
         if when.endswith("+"):
             return copy >= int(when[:-1])
+        if when.endswith("%"):
+            return copy % int(when[:-1]) == 0
         return copy == int(when)
 
     @property
