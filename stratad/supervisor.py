@@ -550,7 +550,9 @@ class Supervisor:
         if link is None or not link.identity:
             return
         if isinstance(message, StatsReply):
-            message = msgspec.structs.replace(message, memory=ledger.resident(self._members(message)))
+            message = msgspec.structs.replace(
+                message, memory=ledger.resident(self._members(message)), journal_bytes=self._journal.file_bytes
+            )
         try:
             frame = encode(message)
         except EncodeError as exc:
