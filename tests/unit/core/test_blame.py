@@ -164,6 +164,21 @@ def die_of_none(core: Harness, seq: int) -> str:
     return core.failure(1, seq).code
 
 
+def test_what_waits_behind_in_the_lane_is_not_suspected(make_core: MakeCore) -> None:
+    core, engine = one_worker(make_core)
+    captured(core, engine, "bad")
+    captured(core, engine, "good", 5000)
+    for _ in range(2):
+        head = restore(core, engine, "bad")
+        behind = core.restore(engine, "good", rows=256, first_row=2000)
+        assert len(core.jobs("cpu:0")) == 2
+        assert die_of(core, head) == die_of_none(core, behind) == "worker_died"
+    assert core.failure(1, restore(core, engine, "bad")).code == "quarantined"
+    seq = restore(core, engine, "good")
+    core.finish_all()
+    assert isinstance(core.final(1, seq), Restored)
+
+
 def test_a_suspect_that_waits_for_its_turn_is_not_overtaken(make_core: MakeCore) -> None:
     core, engine = one_worker(make_core)
     captured(core, engine, "a")

@@ -143,7 +143,6 @@ def test_what_waits_for_a_worker_is_told_when_that_is_stuck(make_core: MakeCore)
     core.tick(6.0)
     waits = core.capture(engine, "b", first_row=2000, deadline_s=100.0)
     assert core.answers(1, waits) == [Progress(waits, "accepted")]
-    core.worker_gone("cpu:1")
     core.tick(10.0)
     assert core.failure(1, waits).code == "worker_unavailable"
     assert core.answers(1, running) == []
