@@ -89,7 +89,7 @@ def _stuck(state: State, worker: Worker) -> None:
 
 def hung_up(state: State, worker: Worker) -> None:
     """Its lifeline ended. That is no proof: it gets no more jobs, and is killed if it does not end by itself."""
-    if worker.state in ALIVE:
+    if worker.state in ALIVE and not state.stopping:  # then it was told to, and has until the end of that
         worker.life.leaving_s = min(worker.life.leaving_s, state.now_s + arenas.LEAVE_S)
         state.wake_by(worker.life.leaving_s)
 

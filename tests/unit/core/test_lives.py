@@ -282,6 +282,13 @@ def test_a_worker_that_hangs_up_gets_no_job_and_is_killed_if_it_stays(core: Harn
     assert isinstance(core.final(1, waits), Captured)
 
 
+def test_a_worker_that_hangs_up_because_the_daemon_stops_is_left_to_end(core: Harness) -> None:
+    core.perform(core.core.stop(core.at))
+    core.perform(core.core.worker_hung_up("cpu:0", 1, core.at))
+    core.tick(5.0)
+    assert core.kills == []
+
+
 def test_what_kills_whoever_makes_it_is_not_made_again_at_once(make_core: MakeCore) -> None:
     """A new shuttle that costs two processes their lives must not lead to giving the device up: the arena serves."""
     core = make_core(1, budget_bytes=64 * MIB, arena_bytes=8 * MIB)
