@@ -99,6 +99,7 @@ class WorkerProcess(msgspec.Struct, frozen=True):
 class ImageInfo(msgspec.Struct, frozen=True):
     """One published image. `stored_bytes` counts whole granules, shared chunks in full; times are Unix seconds.
     `checkpoints` are the token positions of its states; `parts` says of how many parts it was put (0: captured).
+    A `quarantined` one killed workers twice and is not served until an admin lifts that.
     """
 
     image_id: int
@@ -117,6 +118,7 @@ class ImageInfo(msgspec.Struct, frozen=True):
     restores: int
     checkpoints: tuple[int, ...] = ()
     parts: int = 0
+    quarantined: bool = False
 
 
 class PartInfo(msgspec.Struct, frozen=True):
@@ -128,7 +130,9 @@ class PartInfo(msgspec.Struct, frozen=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """State of one worker as the supervisor sees it."""
+    """State of one worker as the supervisor sees it. `missing_bytes` of device memory keep it from starting (state
+    ``no_memory``); after `deaths_in_row` deaths in a row it is started again in `starts_in_s`, or was given up.
+    """
 
     worker: str
     device: str
@@ -150,6 +154,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     digest_path: str = ""
     device_name: str = ""
     start_s: float = 0.0
+    missing_bytes: int = 0
+    deaths_in_row: int = 0
+    starts_in_s: float = 0.0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -157,7 +164,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     whole granules. `leases` counts what it holds between two calls, by kind: ``put``, ``get``, ``transit``, ``take``;
     the one that was not used for longest was not for `unused_s`. Of `clean_slots` slots the contents are declared:
     `clean_tokens` tokens that would be rescued if the engine died now. `rescue` says how far the rescue of an engine
-    that has died is; empty: there is none.
+    that has died is; empty: there is none. `quarantined` names the conversations and slots whose copies killed workers
+    twice: they are refused.
     """
 
     engine_id: int
@@ -177,6 +185,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     clean_slots: int = 0
     clean_tokens: int = 0
     rescue: str = ""
+    quarantined: tuple[str, ...] = ()
 
 
 class OpInfo(msgspec.Struct, frozen=True):
@@ -586,6 +595,36 @@ class Pin(Message, frozen=True, tag="pin"):
     image_id: int = 0
 
 
+class Lift(Message, frozen=True, tag="lift"):
+    """Lift the quarantine of a conversation's images, or only of `image_id`, and of what engines copy under that name;
+    without a `conversation` of everything in the namespace, slots too. For admins. Answer: `Done` with how many.
+    """
+
+    seq: int
+    namespace: str
+    conversation: str = ""
+    image_id: int = 0
+
+
+class RestartWorker(Message, frozen=True, tag="restart_worker"):
+    """Kill a worker's process if there is one and start the next at once, whatever its deaths so far. For admins.
+    Answer: `WorkerOrdered`.
+    """
+
+    seq: int
+    worker: str
+
+
+class ResetWorker(Message, frozen=True, tag="reset_worker"):
+    """Like `RestartWorker`, but the next process begins with an empty arena: the shuttles are given back, and every
+    image that lies in them is dropped. Refused with ``arena_in_use`` while there are any, unless with `force`.
+    """
+
+    seq: int
+    worker: str
+    force: bool = False
+
+
 class Stats(Message, frozen=True, tag="stats"):
     """Everything `stratactl status` shows."""
 
@@ -658,6 +697,9 @@ Request: TypeAlias = (
     | Drop
     | Clear
     | Pin
+    | Lift
+    | RestartWorker
+    | ResetWorker
     | Stats
     | Memory
     | ListImages
@@ -698,6 +740,18 @@ class Done(Message, frozen=True, tag="done"):
 
     seq: int
     count: int = 0
+
+
+class WorkerOrdered(Message, frozen=True, tag="worker_ordered"):
+    """Answer to `RestartWorker` and `ResetWorker`: the worker `was` in this state, `generation` will be the number of
+    its next process, and `images_dropped` images lay in its arena.
+    """
+
+    seq: int
+    worker: str
+    was: str
+    generation: int
+    images_dropped: int = 0
 
 
 class WorkersChanged(Message, frozen=True, tag="workers_changed"):
@@ -916,6 +970,7 @@ Reply: TypeAlias = (
     | Registered
     | WorkersChanged
     | Done
+    | WorkerOrdered
     | Progress
     | Captured
     | Restored
@@ -1083,6 +1138,17 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     device_bytes: int = 0
 
 
+class BootFailed(Message, frozen=True, tag="boot_failed"):
+    """The device cannot be used; the worker waits for `StopWorker` and ends. With code ``out_of_memory`` it needed
+    `wanted_bytes` of device memory, of which `free_bytes` were free (0: it could not find out).
+    """
+
+    code: str
+    message: str
+    wanted_bytes: int = 0
+    free_bytes: int = 0
+
+
 class ShuttleReady(Message, frozen=True, tag="shuttle_ready"):
     """A shuttle may be used. `locked` says that it is page-locked (always so on GPUs, never on `cpu`)."""
 
@@ -1168,6 +1234,7 @@ class Census(Message, frozen=True, tag="census"):
 Report: TypeAlias = (
     WorkerHello
     | WorkerReady
+    | BootFailed
     | ShuttleReady
     | ShuttleFailed
     | PoolOpened

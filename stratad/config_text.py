@@ -30,6 +30,8 @@ MEANINGS: Final[dict[str, str]] = {
     "limits.max_clients": "clients connected at once",
     "limits.max_ops": "operations in flight at once",
     "deadlines.worker_boot_s": "seconds that a worker may take to start",
+    "deadlines.order_s": "seconds a worker may take for the next pool; for a shuttle besides the time for its bytes",
+    "deadlines.stuck_s": "seconds from SIGKILL until a worker that is not gone counts as stuck",
     "deadlines.job_floor_s": "seconds that every job may take, beside the time for its bytes",
     "deadlines.link_floor_bytes_per_s": "bytes a second: a job that copies slower than this is taken for hung",
     "deadlines.stop_s": "seconds for operations in flight to end when the daemon stops",

@@ -146,7 +146,7 @@ class Supervisor:
         self._event(self._core.start)
         self._event(self._core.tick)
         self._notifier.ready()
-        while not (self._core.stopped and not self._processes.workers):
+        while not (self._core.stopped and self._processes.workers.keys() <= self._core.stuck):
             self._turn()
 
     def _turn(self) -> None:
@@ -179,7 +179,7 @@ class Supervisor:
             self._workers.flush()
         for worker, link in list(self._worker_links.items()):
             if link.channel.waiting and not link.channel.flush():
-                self._processes.kill(worker, link.generation, now.now_s)
+                self._unfit(worker, link.generation, "it does not take its commands")
         self._journal.tend()
         if self._stop_deadline_s is not None and self._stop_deadline_s <= now.now_s:
             self._stop_deadline_s = None
@@ -406,6 +406,7 @@ class Supervisor:
                 if link.channel.lifeline is lifeline:
                     self._hear_out(worker, link)
                     link.greeted = False  # whoever speaks in its name from now on is somebody else
+                    self._event(functools.partial(self._core.worker_hung_up, worker, link.generation))
 
     def _add_client(self, lifeline: Lifeline) -> None:
         link = self._links.add(lifeline)
@@ -531,7 +532,7 @@ class Supervisor:
                 effects = self._core.report(worker, link.generation, report, self._now)
             except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good
                 self._bug("report", type(report).__name__)
-                effects = [KillWorker(worker, link.generation, "a report could not be handled")]
+                effects = self._core.worker_unfit(worker, link.generation, "a report is not understood", self._now)
             self._perform(effects)
 
     def _bug(self, what: str, name: str) -> None:
@@ -652,10 +653,13 @@ class Supervisor:
             self._unwatch(pidfd)
             os.close(pidfd)
 
+    def _unfit(self, worker: str, generation: int, reason: str) -> None:
+        self._event(functools.partial(self._core.worker_unfit, worker, generation, reason))
+
     def _send_to(self, effect: SendTo) -> None:
         link = self._worker_links.get(effect.worker)
         if link is not None and not link.channel.send(effect.command):
-            self._processes.kill(effect.worker, link.generation, self._now.now_s)  # its end answers for it
+            self._unfit(effect.worker, link.generation, "it does not take its commands")  # its end answers for this one
 
     def _reply_to(self, client: int, message: Reply) -> None:
         link = self._links.get(client)

@@ -20,6 +20,7 @@ from shm.layout import ChunkSpan, StageLayout
 from shm.row_spaces import SpaceRows, distinct_rows, shared_row
 from shm.rows import ROW_LIMIT, unpack_numbers
 from stratad.core import leases
+from stratad.core.blame import quarantine_text
 from stratad.core.failures import Refusal
 from stratad.core.fences import Fence
 from stratad.core.fingerprints import differing_fields
@@ -274,7 +275,8 @@ def find_image(state: State, engine: Engine, request: Restore | GetBegin) -> Ima
     """The image that a restore or get names, as far as this engine may have it.
 
     Raises:
-        Refusal: ``unknown_image``, ``unknown_conversation``, ``fingerprint_mismatch``, ``foreign_device``, ``damaged``.
+        Refusal: ``unknown_image``, ``unknown_conversation``, ``fingerprint_mismatch``, ``foreign_device``, ``damaged``,
+            ``quarantined``.
     """
     if request.image_id:
         image = state.catalog.images.get(request.image_id)
@@ -312,6 +314,8 @@ def find_image(state: State, engine: Engine, request: Restore | GetBegin) -> Ima
         )
     if image.damaged:
         raise Refusal("damaged", f"image {image.image_id} is flagged: a chunk of it lost its digest")
+    if image.quarantined:
+        raise Refusal("quarantined", quarantine_text(f"image {image.image_id}"))
     return image
 
 

@@ -26,7 +26,7 @@ from ipc.messages import (
 )
 from shm.extent import pack_places
 from shm.rows import pack_numbers
-from stratad.core import arenas, journaling, marking
+from stratad.core import arenas, blame, journaling, marking
 from stratad.core.clean_marks import CleanMark, Marking
 from stratad.core.effects import SendTo
 from stratad.core.failures import Refusal
@@ -149,6 +149,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
     op, stage = found
     run = op.stages[stage]
     worker.moved_s[op.reads_rows] = state.now_s
+    worker.life.did_well = True
     if op.captures or op.marking is not None:
         count = len(op.digested(run))
         if len(report.digests) != count * DIGEST_BYTES or worker.ready is None:
@@ -182,6 +183,10 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
         state.log("error", "answer to no job", worker=worker.name, job=report.job)
         return
     op, stage = found
+    if report.sticky:  # it ends now; the next one serves
+        blame.accuse(state, worker, op)
+        worker.life.leaving_s = state.now_s + arenas.LEAVE_S
+        state.wake_by(worker.life.leaving_s)
     stored = op.stored(op.stages[stage]) if op.image is not None else ()
     if report.code == "damaged" and 0 <= report.chunk < len(stored):
         flagged = state.catalog.flag_damaged(stored[report.chunk])
@@ -227,7 +232,8 @@ def check_deadlines(state: State) -> None:
         late = [j for j, (op, stage) in worker.jobs.items() if due_s(worker, op, op.stages[stage]) <= state.now_s]
         if late:
             state.count("workers_hung")
-            arenas.kill(state, worker, "worker_hung", f"job {late[0]} passed its deadline")
+            blame.accuse(state, worker, worker.jobs[min(late)][0])  # lanes take their jobs in order
+            arenas.kill(state, worker, "worker_hung", f"job {min(late)} passed its deadline", excused=False)
 
 
 def _end_job(worker: Worker, job: int) -> tuple[Operation, int] | None:
@@ -306,6 +312,7 @@ def _finish(state: State, op: Operation) -> None:
     elif any(run.state is StageState.UNTOUCHED for run in op.stages):
         fail(state, op, "cancelled", "the operation was cancelled")
     elif op.image is not None:
+        blame.ended_well(state, op)
         _restored(state, op)
     elif op.marking is not None:
         _marked(state, op, op.marking)
@@ -314,12 +321,14 @@ def _finish(state: State, op: Operation) -> None:
     elif engine is not None and engine.marks.get(op.slot if op.captures else op.source_slot) == "poisoned":
         _disown_written(op)
         fail(state, op, "poisoned", "the slot was marked poisoned while it was read")
-    elif op.piece is not None:
-        _stored(state, op, op.piece)
-    elif op.captures:
-        _captured(state, op)
     else:
-        _copied(state, op)
+        blame.ended_well(state, op)
+        if op.piece is not None:
+            _stored(state, op, op.piece)
+        elif op.captures:
+            _captured(state, op)
+        else:
+            _copied(state, op)
 
 
 def _disown_written(op: Operation) -> None:

@@ -28,7 +28,7 @@ from stratad.core.images import Scope
 from stratad.core.intake import check_name, ends_s
 from stratad.core.leases import end_get, end_put, end_take
 from stratad.core.ops import OpKind, OpState
-from stratad.core.state import Announced, ClientRecord, Engine, EngineStage, PoolState, State, Worker, WorkerState
+from stratad.core.state import UNAVAILABLE, Announced, ClientRecord, Engine, EngineStage, PoolState, State, Worker
 
 # As many descriptors as a lifeline keeps.
 STAGE_LIMIT = 64
@@ -144,7 +144,7 @@ def _worker_for(state: State, stage: Stage) -> Worker:
         raise Refusal(
             "foreign_device", f"no worker serves device {stage.device[:64]!r}; served are {known}", stage=stage.index
         )
-    if worker.state in (WorkerState.FAILED, WorkerState.STOPPED):
+    if worker.state in UNAVAILABLE:
         raise Refusal(
             "worker_unavailable", f"worker {worker.name} is {worker.state.value}: {worker.detail}", stage=stage.index
         )
@@ -184,7 +184,24 @@ def _open(state: State, engine: Engine, stage: EngineStage) -> None:
         description = msgspec.structs.replace(description, pool=MemfdPool(stage.pool, description.pool.pool_bytes))
     if engine.registered:  # opened again: the engine has written since it read the probe
         description = msgspec.structs.replace(description, probe_offsets=b"", probe_bytes=b"")
+    _order(state, worker)
     state.out.append(SendTo(worker.name, OpenPool(stage.pool, description, client.pid, client.start_ticks)))
+
+
+def _order(state: State, worker: Worker) -> None:
+    """A worker is given an order for a pool: it does one after the other, and must end the next one in time."""
+    worker.life.pool_orders += 1
+    if worker.life.pool_orders == 1:
+        worker.life.pools_by_s = state.now_s + state.settings.order_s
+        state.wake_by(worker.life.pools_by_s)
+
+
+def order_answered(state: State, worker: Worker) -> None:
+    """A worker has ended an order for a pool, well or not."""
+    life = worker.life
+    life.pool_orders = max(life.pool_orders - 1, 0)
+    life.pools_by_s = state.now_s + state.settings.order_s if life.pool_orders else math.inf
+    state.wake_by(life.pools_by_s)
 
 
 def worker_ready(state: State, worker: Worker) -> None:
@@ -212,13 +229,14 @@ def worker_lost(state: State, worker: Worker) -> None:
 
 
 def worker_given_up(state: State, worker: Worker) -> None:
-    """Registrations that wait for a worker that will not come end now."""
+    """Registrations that wait for a worker that will not come soon end now."""
     for engine in list(state.engines.values()):
         if engine.registered or engine.closing:
             continue
         for number, stage in enumerate(engine.stages):
             if stage.worker == worker.name:
-                _refuse(state, engine, "worker_unavailable", f"worker {worker.name} failed: {worker.detail}", number)
+                text = f"worker {worker.name} is {worker.state.value}: {worker.detail}"
+                _refuse(state, engine, "worker_unavailable", text, number)
                 break
 
 
@@ -341,6 +359,7 @@ def _remove_if_idle(state: State, engine: Engine) -> None:
     for stage in engine.stages:
         worker = state.workers[stage.worker]
         if stage.state in (PoolState.OPEN, PoolState.OPENING) and worker.can_serve:
+            _order(state, worker)
             state.out.append(SendTo(stage.worker, ClosePool(stage.pool)))
             engine.unmapping.add(stage.pool)
         stage.state = PoolState.CLOSED

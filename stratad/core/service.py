@@ -20,6 +20,7 @@ from ipc.messages import (
     Goodbye,
     Hello,
     Images,
+    Lift,
     ListImages,
     Lookup,
     Mark,
@@ -32,6 +33,8 @@ from ipc.messages import (
     Register,
     Release,
     Request,
+    ResetWorker,
+    RestartWorker,
     Restore,
     Show,
     SlotDirect,
@@ -43,7 +46,20 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import exchange, jobs, journaling, leases, marking, memory, memory_view, queue, registration, views
+from stratad.core import (
+    blame,
+    exchange,
+    jobs,
+    journaling,
+    leases,
+    lives,
+    marking,
+    memory,
+    memory_view,
+    queue,
+    registration,
+    views,
+)
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
 from stratad.core.images import Image
@@ -68,10 +84,8 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             _drop_transit(state, client, request)
         case PutBegin() | PutPart() | PutCommit() | PutAbort() | GetBegin() | GetPart() | GetEnd():
             exchange.serve(state, client, request)
-        case Acknowledge():
-            _acknowledge(state, client, request)
-        case Release():
-            _give_back(state, client, request)
+        case Acknowledge() | Release():
+            _end_hold(state, client, request)
         case Lookup():
             _lookup(state, client, request)
         case Mark():
@@ -82,6 +96,8 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             _clear(state, client, request)
         case Pin():
             _pin(state, client, request)
+        case Lift() | RestartWorker() | ResetWorker():
+            _administer(state, client, request)
         case Hello():
             _hello(state, client, request)
         case Register() | Unregister() | Announce():
@@ -135,6 +151,30 @@ def _hello(state: State, client: ClientRecord, hello: Hello) -> None:
 
 def _is_admin(state: State, client: ClientRecord) -> bool:
     return client.uid in (0, state.settings.uid) or client.uid in state.settings.admins
+
+
+def _administer(state: State, client: ClientRecord, request: Lift | RestartWorker | ResetWorker) -> None:
+    if not _is_admin(state, client):
+        raise Refusal("not_permitted", "only an admin of the daemon may order that")
+    if isinstance(request, Lift):
+        _lift(state, client, request)
+    else:
+        lives.order(state, client.client, request)
+    queue.pump(state)
+
+
+def _lift(state: State, client: ClientRecord, request: Lift) -> None:
+    images = [
+        image
+        for image in (*state.catalog.images.values(), *state.catalog.transits.values())
+        if image.suspect is not None
+        and image.scope.namespace == request.namespace
+        and (not request.conversation or image.conversation == request.conversation)
+        and request.image_id in (0, image.image_id)
+    ]
+    conversation = request.conversation
+    lifted = blame.lift(state, request.namespace, images, conversation, sources=not request.image_id)
+    state.reply(client.client, Done(request.seq, lifted))
 
 
 def _may_touch(state: State, client: ClientRecord, namespace: str) -> bool:
@@ -234,21 +274,15 @@ def _end_take(state: State, client: ClientRecord, request: Acknowledge | Release
     return state.catalog.images.get(request.image_id)
 
 
-def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> None:
+def _end_hold(state: State, client: ClientRecord, request: Acknowledge | Release) -> None:
     image = _end_take(state, client, request)
-    if image is None or image.pinned:
-        if image is not None:
+    if image is None or image.pinned or isinstance(request, Release):
+        if image is not None and isinstance(request, Acknowledge):
             state.log("info", "taken image was pinned meanwhile and stays", image=image.image_id)
         state.reply(client.client, Done(request.seq, int(image is not None)))
         queue.pump(state)
         return
     _drop_all(state, client, request.seq, [image])
-
-
-def _give_back(state: State, client: ClientRecord, request: Release) -> None:
-    image = _end_take(state, client, request)
-    state.reply(client.client, Done(request.seq, int(image is not None)))
-    queue.pump(state)
 
 
 def _drop_transit(state: State, client: ClientRecord, request: SlotDrop) -> None:

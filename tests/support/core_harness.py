@@ -119,6 +119,7 @@ class Harness:
     seq: int = 0
     auto: bool = True
     wall_clock: Callable[[float], float] = lambda now_s: 1e9 + now_s
+    make_shuttles: bool = True  # with `auto`: orders for shuttles are answered
     records: list[Record] = field(default_factory=list)  # the journal
     journal_error: str = ""  # why it cannot be written
 
@@ -191,7 +192,7 @@ class Harness:
             self.sent.setdefault(worker, []).append(command)
             return
         match command:
-            case MakeShuttle():
+            case MakeShuttle() if self.make_shuttles:
                 self.report(worker, ShuttleReady(command.index, False, 0.0))
             case OpenPool():
                 self.report(worker, PoolOpened(command.pool))
