@@ -90,7 +90,8 @@ def test_the_memory_of_a_dead_engine_is_free_in_the_end(
         first.ask("goodbye")
     unmapped_s(client)
     before = free_bytes()
-    with GpuMortalEngine(daemon, "free") as mortal:
+    namespace = f"free {marked}"
+    with GpuMortalEngine(daemon, namespace) as mortal:
         mortal.ask("fill", seed=1)
         if marked:
             mortal.ask("mark", conversation="c", tokens=1000, first=0, slot=0)
@@ -98,7 +99,7 @@ def test_the_memory_of_a_dead_engine_is_free_in_the_end(
         mortal.kill()
     record_property("unmapped_s", unmapped_s(client))
     wait_until(lambda: free_bytes() > before - 64 * MIB, 5.0)
-    assert images(client, "free") == ({"c": 1000} if marked else {})
+    assert images(client, namespace) == ({"c": 1000} if marked else {})
 
 
 def test_an_engine_that_says_hello_gets_the_memory(daemon: DaemonProcess, client: Client) -> None:
