@@ -24,7 +24,7 @@ class History:
         self.seed = seed
         self.world = World.make(seed, tally, story)
         self.rng = self.world.rng
-        self.steps = self.rng.choice((250, 350, 500))
+        self.steps = self.rng.choice((180, 280, 420))
         self.faults = Faults(self.world, self.rng.choice((0.0, 0.01, 0.03, 0.06)))
         # What may happen next, and how far up to 1 the share of each reaches. Time can always pass.
         self._bounds = (0.22, 0.40, 0.48, 0.62, 0.78, 0.92, 0.97)

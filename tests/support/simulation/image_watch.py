@@ -34,6 +34,7 @@ class ImageWatch:
     published: dict[Place, int] = field(default_factory=dict)
     pinned: set[int] = field(default_factory=set)
     taken: dict[int, tuple[int, int]] = field(default_factory=dict)  # not acknowledged yet, by client and engine
+    closed: set[tuple[int, int]] = field(default_factory=set)  # engines that want to end, by client and engine
     transits: set[int] = field(default_factory=set)
     tokens: dict[int, bytes] = field(default_factory=dict)  # of every image that ever was
     cause: Cause = field(default_factory=Cause)
@@ -130,6 +131,7 @@ class ImageWatch:
     def request_came(self, client: int, request: Request) -> None:
         """A request that may end takes is about to be served."""
         if isinstance(request, Unregister):
+            self.closed.add((client, request.engine_id))
             self.taken = {n: owner for n, owner in self.taken.items() if owner != (client, request.engine_id)}
         elif isinstance(request, Release) and self.taken.get(request.image_id) == (client, request.engine_id):
             del self.taken[request.image_id]
@@ -149,6 +151,7 @@ class ImageWatch:
     def daemon_gone(self) -> None:
         """What only the daemon knew is gone."""
         self.taken.clear()
+        self.closed.clear()
         for record in self.world.journal.in_hand:
             self.pinned.discard(getattr(record, "image_id", 0))
 

@@ -91,6 +91,10 @@ class JobWatch:
         for other in world.processes:
             alone = other is process or other.gone or other.name != process.name or other.unprovable
             check(alone, f"a job is sent to {process.name} while its former process {other.pid} is not proven gone")
+            if other.foreign and other.name == process.name:
+                for _, shuttle, _ in fills:
+                    sealed = process.mapped[shuttle] is not other.mapped.get(shuttle)
+                    check(sealed, f"process {other.pid}, whose end nobody can prove, may write shuttle {shuttle}, too")
         for other_note in self.notes:
             self._check_apart(note, other_note)
         self.notes.append(note)

@@ -69,10 +69,11 @@ def died(world: "World") -> None:
 
 def next_daemon(world: "World") -> None:
     """It replays the journal, takes over what it can, and removes what it does not know."""
-    same_pids = world.rng.random() < 0.9
+    same_pids = world.rng.random() < 0.85
     world.tally.counts["adoption:same pids" if same_pids else "adoption:other pids"] += 1
     for process in world.processes:
-        process.unprovable = process.unprovable or not same_pids
+        process.foreign = process.foreign or not (same_pids or process.unprovable)
+        process.unprovable = process.unprovable or process.foreign
         if process.unprovable:
             world.unprovable.add(process.pid)
     shuttles: dict[str, dict[int, int]] = {device: {} for device in world.devices}

@@ -93,6 +93,7 @@ class SimWorker:
     condemned: bool = False  # the supervisor has asked for its end
     orphan: bool = False  # its supervisor is gone
     unprovable: bool = False  # the next daemon does not know it, or cannot prove that it is gone
+    foreign: bool = False  # the latter: its pid means nothing there
     gone: bool = False
     reason: str = ""
     late_steps: int = 0  # that may still land once it is doomed

@@ -98,7 +98,7 @@ class World:
             if rng.random() < 0.35:
                 engines.append(SimEngine.make([rng.choice(world.devices)], EXCHANGE, "e1", exchange=True))
             world.clients.append(SimClient(f"engine {number}", 4000 + number, rng, engines, tally.counts))
-        world.recount_every = rng.choice((1, 8, 8, 8, 8))
+        world.recount_every = rng.choice((1, 12, 12, 12, 12))
         world.settings = succession.small_settings(rng)
         world.core = world.new_core()
         return world
