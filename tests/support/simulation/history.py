@@ -151,7 +151,8 @@ class History:
         kinds: list[Callable[[], None]] = []
         if world.orders:
             kinds.append(lambda: world.fork(*world.orders.popleft()))
-        orphans = [p for p in world.processes if p.orphan and p.alive and not p.hung]
+        lingers = self.rng.random() < 0.8  # a process that nobody can prove gone is worth waiting for
+        orphans = [p for p in world.processes if p.orphan and p.alive and not (p.hung or (p.foreign and lingers))]
         if orphans:
             kinds.append(lambda: self.rng.choice(orphans).end("its supervisor is gone"))
         ending = [p for p in world.processes if p.exited or p.doomed]

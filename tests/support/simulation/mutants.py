@@ -28,7 +28,7 @@ class Mutant(NamedTuple):
     module: str
     old: str
     new: str
-    seeds: int = 200
+    seeds: int = 600
 
 
 class StaleMutant(Exception):
@@ -142,7 +142,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.state",
         "        return self.state is WorkerState.READY",
         "        return self.state in (WorkerState.READY, WorkerState.KILLED)",
-        seeds=900,
+        seeds=3000,
     ),
     Mutant(
         "a new worker is believed to map what the former did",
@@ -161,7 +161,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.arenas",
         "        state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, worker.making)))",
         "        pass",
-        seeds=600,
+        seeds=2000,
     ),
     # --- rows ---------------------------------------------------------------------------------------------------------
     Mutant(
@@ -187,7 +187,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.jobs",
         "        _fail_stage(state, op, run, code, message, rows_undefined=written.packed if written is not None else ())",  # noqa: E501
         "        _fail_stage(state, op, run, code, message, rows_undefined=())",
-        seeds=600,
+        seeds=2000,
     ),
     Mutant(
         "a writer may share rows with readers",
@@ -244,21 +244,21 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.jobs",
         '    if report.code == "damaged" and 0 <= report.chunk < len(stored):',
         '    if report.code == "broken" and 0 <= report.chunk < len(stored):',
-        seeds=600,
+        seeds=2000,
     ),
     Mutant(
         "the next capture is deduplicated against a damaged chunk",
         "stratad.core.catalog",
         "        if self.chunks.get(chunk.key) is chunk:",
         "        if False:",
-        seeds=600,
+        seeds=2000,
     ),
     Mutant(
         "damaged images are found by their tokens",
         "stratad.core.catalog",
         "            if image.image_id in self.images:",
         "            if image.image_id in self.transits:",
-        seeds=600,
+        seeds=2000,
     ),
     # --- the journal --------------------------------------------------------------------------------------------------
     Mutant(
@@ -296,7 +296,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.queue",
         "        if not state.workers[name].recorded:",
         "        if False:",
-        seeds=600,
+        seeds=2000,
     ),
     # --- the next daemon ----------------------------------------------------------------------------------------------
     Mutant(
@@ -310,7 +310,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.adoption",
         "            state.out.append(KillFormer(worker.name))",
         "            pass",
-        seeds=900,
+        seeds=3000,
     ),
     Mutant(
         "what was superseded comes back with the next daemon",
@@ -329,27 +329,27 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.catalog",
         "            chunk.references += 1",
         "            chunk.references = 1",
-        seeds=600,
+        seeds=2000,
     ),
     Mutant(
         "known damage is forgotten with the daemon",
         "stratad.core.catalog",
         "        image.damaged = any(chunk.damaged for chunk in image.chunks())",
         "        image.damaged = False",
-        seeds=900,
+        seeds=3000,
     ),
     Mutant(
         "shuttles are written although a process lives whose end cannot be proven",
         "stratad.core.adoption",
         "    sealed = worker.name in legacy.journal.workers and not legacy.same_pids",
         "    sealed = False",
-        seeds=900,
+        seeds=3000,
     ),
     Mutant(
         "a shuttle that a former worker made late stays in /dev/shm",
         "stratad.core.adoption",
         "        if index not in worker.sizes:",
         "        if False:",
-        seeds=900,
+        seeds=3000,
     ),
 )
