@@ -154,7 +154,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 class EngineInfo(msgspec.Struct, frozen=True):
     """One registered engine. `marks` counts slots by mark; `transits` are its transit images, of `transit_bytes` in
-    whole granules.
+    whole granules. `leases` counts what it holds between two calls, by kind: ``put``, ``get``, ``transit``, ``take``;
+    the one that was not used for longest was not for `unused_s`.
     """
 
     engine_id: int
@@ -169,6 +170,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     marks: dict[str, int]
     transits: int = 0
     transit_bytes: int = 0
+    leases: dict[str, int] = {}
+    unused_s: float = 0.0
 
 
 class OpInfo(msgspec.Struct, frozen=True):

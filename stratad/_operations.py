@@ -30,7 +30,7 @@ from stratad._calls import Call
 from stratad._fences import Fences
 from stratad._registration import Registration, Session
 from stratad._rows import Checkpoints, RowsGiven, RowUse, StageRows, check_checkpoints, stage_rows
-from stratad.errors import UsageError
+from stratad.errors import Lost, UsageError
 from stratad.tickets import Ticket
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Operations:
             return build(seq, left_s)
 
         kind = "get_part" if writes else "put_part"
-        return self._start(kind, in_session, expected, (use,), 0, deadline_s)
+        return self._start(kind, in_session, expected, (use,), 0, deadline_s, bound=True)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -216,6 +216,8 @@ class Operations:
         uses: tuple[RowUse, ...],
         slot: int,
         deadline_s: float | None,
+        *,
+        bound: bool = False,
     ) -> Ticket[ResultT]:
         registration = self._registration
 
@@ -224,7 +226,8 @@ class Operations:
             return build(seq, call.remaining_s())
 
         until_s = self._client.until_s(deadline_s)
-        call: Call = Call(kind, send, expected, until_s, owner=registration, retry=kind in _REPEATABLE)
+        retry = kind in _REPEATABLE
+        call: Call = Call(kind, send, expected, until_s, owner=registration, retry=retry, bound=bound)
         take = kind == "take"
         ticket: Ticket[ResultT] = Ticket(
             kind,
@@ -243,14 +246,13 @@ class Operations:
         self._client.ask_about_lost()
         return ticket
 
-    def _send_acknowledge(self, image_id: int, until_s: float) -> Call:
-        call = Call(
-            "acknowledge",
-            lambda _, seq: Acknowledge(seq, self._registration.engine_id, image_id),
-            Done,
-            until_s,
-            owner=self._registration,
-        )
+    def _send_acknowledge(self, session: Session, image_id: int, until_s: float) -> Call:
+        def build(_: "Connection", seq: int) -> Request:
+            if self._registration.session != session:
+                raise Lost("lost", "acknowledge: the daemon that gave the image has gone; the image may still be there")
+            return Acknowledge(seq, session.engine_id, image_id)
+
+        call = Call("acknowledge", build, Done, until_s, owner=self._registration)
         self._pump.submit(call)
         return call
 

@@ -17,7 +17,7 @@ from stratad._calls import Call
 from stratad._proofs import WorkerProof
 from stratad._pump import Pump
 from stratad._stages import StageExport
-from stratad.errors import Busy, Lost, PeerGone, ProtocolError, StratadError, UsageError
+from stratad.errors import Busy, DeadlineExceeded, Lost, PeerGone, ProtocolError, StratadError, UsageError
 
 if TYPE_CHECKING:
     from stratad._connection import Connection
@@ -127,6 +127,7 @@ class Registration:
     def link_opened(self) -> None:
         """There is a new connection."""
         self._retry_s = FIRST_RETRY_S
+        self._retry_due = False  # what an earlier daemon had us wait for is no reason to keep this one waiting
         if self._in_flight is None or self._in_flight.name != "register":  # the first one is repeated by the pump
             self._register_again()
 
@@ -242,8 +243,9 @@ class Registration:
         self.prune_proofs()
 
     def _failed(self, error: StratadError) -> None:
-        if isinstance(error, Busy | PeerGone) or error.code == "probe_failed":
-            # A daemon that has just started, or an engine that writes while both sides read the probe.
+        if isinstance(error, Busy | PeerGone | DeadlineExceeded) or error.code == "probe_failed":
+            # A daemon that has just started or waits for a worker of the former one to be gone, or an engine that
+            # writes while both sides read the probe.
             self._try_later()
         else:
             self._pump.fail(self, error)
@@ -255,7 +257,7 @@ class Registration:
 
     def _retry(self) -> None:
         self._retry_due = False
-        if self._pump.link is not None and self._pump.has_queued(self):
+        if self._pump.link is not None and not self.registered and self._pump.has_queued(self):
             self._register_again()
 
     def _send_unregister(self, engine_id: int, until_s: float) -> Call:

@@ -61,6 +61,8 @@ class RamConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shuttle_bytes: ShuttleSize = 256 * MIB
     prefault: bool = False
     keep: bool = True
+    # What a shuttle lacked (room, memory, descriptors) may be there again; nobody tells the daemon.
+    grow_again_s: Seconds = 10.0
 
 
 class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,6 +97,8 @@ class DeadlinesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     job_floor_s: Seconds = 10.0
     link_floor_bytes_per_s: Annotated[float, Meta(ge=1e3, le=1e15)] = 200e6
     stop_s: Seconds = 10.0
+    lease_s: Seconds = 60.0
+    unread_s: Seconds = 60.0
 
 
 class AccessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

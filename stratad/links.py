@@ -28,7 +28,7 @@ class Endpoints(NamedTuple):
 @dataclass(slots=True, eq=False)
 class ClientLink:
     """A client's lifeline with what came over it and, once it has said hello, its ZeroMQ identity. `paused`: it sent
-    more descriptors than are kept for it; they wait in its socket and are read as its messages name them.
+    more descriptors than are kept for it; they wait in its socket and are read as its messages name them. Owns `pidfd`.
     """
 
     client: int
@@ -37,6 +37,7 @@ class ClientLink:
     identity: bytes = b""
     bad_frames: int = 0
     paused: bool = False
+    pidfd: int = -1  # of its process; -1: none could be opened
 
 
 @dataclass(slots=True, eq=False)

@@ -31,8 +31,9 @@ from ipc.messages import (
     WorkerSpec,
 )
 from ipc.server import FLUSH_S, Incoming, Sent
-from shm.process import open_pidfd, start_ticks
-from shm.shuttle import unlink
+from shm.headroom import oom_kills
+from shm.janitor import remove_segment
+from shm.process import open_pidfd, pidfd_ended, start_ticks
 from stratad import ledger
 from stratad.access import Access
 from stratad.core.core import Core
@@ -60,6 +61,7 @@ from stratad.core.views import status_line
 from stratad.descriptors import WorkerChannel
 from stratad.journal import Journal, JournalError
 from stratad.links import ClientLink, ClientLinks, Endpoints, RefusalLog, WorkerLink
+from stratad.lock import InstanceLock, InstanceLocked
 from stratad.notify import Notifier
 from stratad.processes import Processes
 
@@ -70,6 +72,10 @@ BAD_FRAME_LIMIT: Final = 16
 ACCEPT_LIMIT: Final = 16
 HELLO_BYTES: Final = 1024  # more is not read of a peer that nobody has vouched for
 LONGEST_WAIT_S: Final = 60.0
+# For the last answers of a worker that has gone; milliseconds, unless the host is very busy.
+LAST_WORDS_S: Final = 0.25
+# Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
+STILL_S: Final = 0.5
 # What may follow the time for a graceful stop: SIGKILL, its proof (10 s), and freeing a large arena.
 END_S: Final = 30.0
 
@@ -89,7 +95,9 @@ class Supervisor:
         access: Access,
         *,
         journal: Journal,
+        lock: InstanceLock,
         stop_s: float,
+        unread_s: float,
         notifier: Notifier,
     ) -> None:
         self._core = core
@@ -99,9 +107,12 @@ class Supervisor:
         self._plans = plans
         self._access = access
         self._journal = journal
+        self._lock = lock
+        self._lock_lost = False
         self._formers: dict[str, int] = {}  # pidfds of an earlier daemon's workers, by worker
         self._refusals = RefusalLog()
         self._stop_s = stop_s
+        self._unread_s = unread_s
         self._stop_deadline_s: float | None = None
         self._links = ClientLinks()
         self._worker_links: dict[str, WorkerLink] = {}
@@ -112,6 +123,7 @@ class Supervisor:
         self._epoll = select.epoll()  # all plain descriptors, so that the poller has three entries and not one for each
         self._handlers: dict[int, Callable[[], None]] = {}
         self._now = Instant(0.0, 0.0)
+        self._oom_kills = 0
         self._signals: socket.socket | None = None
         self._wakeup: socket.socket | None = None
 
@@ -120,6 +132,7 @@ class Supervisor:
     def run(self) -> None:
         """Serve until a signal asks to stop and every worker has ended."""
         self._catch_signals()
+        self._oom_kills = oom_kills()
         self._poller.register(self._clients.socket, zmq.POLLIN)
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._poller.register(self._epoll.fileno(), zmq.POLLIN)
@@ -132,8 +145,13 @@ class Supervisor:
             self._turn()
 
     def _turn(self) -> None:
-        ready = [key for key, _ in self._poller.poll(self._wait_ms())]
+        wait_ms, before_s = self._wait_ms(), self._now.now_s
+        ready = [key for key, _ in self._poller.poll(wait_ms)]
         now = self._tell_time()
+        lost_s = now.now_s - before_s - wait_ms / 1000.0
+        if lost_s > STILL_S:  # stopped, or held up by a call: others did their work meanwhile, and nobody looked
+            log.warning("the daemon's loop stood still", extra=fields(for_s=round(lost_s, 3)))
+            self._event(functools.partial(self._core.stood_still, lost_s))
         if self._workers.socket in ready:  # before the descriptors: what a dead worker still said counts
             self._on_workers()
         if self._clients.socket in ready:
@@ -151,7 +169,7 @@ class Supervisor:
         if self._core.due_s <= now.now_s:
             self._event(self._core.tick)
         if self._clients.pending_count:
-            self._clients.flush()
+            self._flush_clients(now.now_s)
         if self._workers.pending_count:
             self._workers.flush()
         for worker, link in list(self._worker_links.items()):
@@ -162,6 +180,20 @@ class Supervisor:
             self._stop_deadline_s = None
             self._event(lambda at: self._core.kill_all("the time for a graceful stop is over", at))
         self._notifier.beat(now.now_s, lambda: status_line(self._core.state))
+
+    def _flush_clients(self, now_s: float) -> None:
+        """Send on what waits for clients; who is gone, or reads nothing for too long, is dropped with all it holds."""
+        lost = [(peer, "it cannot be reached") for peer in self._clients.flush()]
+        lost += [(peer, "it does not read") for peer in self._clients.unread(now_s, self._unread_s)]
+        for peer, why in lost:
+            link = self._links.of_peer(peer)
+            if link is not None:
+                self._drop_deaf(link, why)
+
+    def _drop_deaf(self, link: ClientLink, why: str) -> None:
+        log.info("client dropped: %s", why, extra=fields(client=link.client, pid=link.lifeline.peer.pid))
+        self._core.state.count("clients_dropped")
+        self._drop_client(link)
 
     def _wait_ms(self) -> int:
         if self._journal.compacting:
@@ -211,6 +243,8 @@ class Supervisor:
     def _on_signal(self) -> None:
         assert self._signals is not None
         numbers = set(self._signals.recv(4096))
+        if signal.SIGCHLD in numbers:  # as subreaper, or as process 1, we inherit what others leave behind
+            self._processes.reap_orphans()
         if numbers & {signal.SIGTERM, signal.SIGINT}:
             if self._core.state.stopping:
                 log.info("second signal to stop: already stopping")
@@ -281,7 +315,28 @@ class Supervisor:
         for proc, reason in gone:
             self._unwatch(proc.pidfd)
             os.close(proc.pidfd)
-            self._worker_ended(proc.worker, proc.generation, reason)
+            link = self._worker_links.get(proc.worker)
+            if link is not None and link.generation == proc.generation:
+                self._hear_out(proc.worker, link)
+            self._worker_ended(proc.worker, proc.generation, reason + self._killed_for_memory(proc.status))
+
+    def _killed_for_memory(self, status: int | None) -> str:
+        """What the cgroup says of a SIGKILL: the kernel's own leave no other trace."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        if status != -signal.SIGKILL or self._oom_kills <= before:
+            return ""
+        return f", and the cgroup's count of kills for lack of memory rose from {before} to {self._oom_kills}"
+
+    def _hear_out(self, worker: str, link: WorkerLink) -> None:
+        """Take in what a worker said before its end: its last answers may still be in the hands of ZeroMQ's thread,
+        which lets go of a peer only once everything that came from it was read.
+        """
+        until_s = time.monotonic() + LAST_WORDS_S
+        while link.greeted and self._core.state.workers[worker].jobs and time.monotonic() < until_s:
+            self._on_workers()
+            if self._workers.send(link.identity, b"") is Sent.UNREACHABLE:
+                return
+            self._workers.socket.poll(1)
 
     def _worker_ended(self, worker: str, generation: int, reason: str) -> None:
         link = self._worker_links.get(worker)
@@ -339,14 +394,19 @@ class Supervisor:
         """Its end says that the worker is going; only its pidfd says that it is gone."""
         if lifeline.drain() is Life.ENDED:
             self._unwatch(lifeline.fileno())
-            for link in self._worker_links.values():
+            for worker, link in list(self._worker_links.items()):
                 if link.channel.lifeline is lifeline:
+                    self._hear_out(worker, link)
                     link.greeted = False  # whoever speaks in its name from now on is somebody else
 
     def _add_client(self, lifeline: Lifeline) -> None:
         link = self._links.add(lifeline)
         self._watch(lifeline.fileno(), lambda: self._on_client_lifeline(link))
         peer = lifeline.peer
+        # The end of its lifeline tells of its end, unless a process that it forked keeps a copy.
+        with contextlib.suppress(OSError):  # another pid namespace, no descriptor: then the lifeline alone tells
+            link.pidfd = open_pidfd(peer.pid, peer.start_ticks)
+            self._watch(link.pidfd, lambda: self._on_client_process(link))
         self._event(lambda at: self._core.client_connected(link.client, peer.pid, peer.uid, peer.start_ticks, at))
 
     def _on_client_lifeline(self, link: ClientLink) -> None:
@@ -356,13 +416,25 @@ class Supervisor:
             link.paused = True
             self._epoll.modify(link.lifeline.fileno(), 0)
 
+    def _on_client_process(self, link: ClientLink) -> None:
+        """It was asked for by the number of a descriptor, which may be another's by now."""
+        if link.pidfd >= 0 and pidfd_ended(link.pidfd):
+            self._drop_client(link)
+
     def _drop_client(self, link: ClientLink) -> None:
         if not self._links.remove(link):
             return
         self._clients.forget(link.identity)
         self._close_lifeline(link.lifeline)
+        self._close_pidfd(link)
         self._event(lambda at: self._core.client_gone(link.client, at))
         link.descriptors.close_all()
+
+    def _close_pidfd(self, link: ClientLink) -> None:
+        if link.pidfd >= 0:
+            self._unwatch(link.pidfd)
+            os.close(link.pidfd)
+            link.pidfd = -1
 
     def _close_lifeline(self, lifeline: Lifeline) -> None:
         self._unwatch(lifeline.fileno())
@@ -487,7 +559,7 @@ class Supervisor:
                 case KillFormer():
                     self._kill_former(effect.worker)
                 case UnlinkSegment():
-                    unlink(effect.segment)
+                    remove_segment(effect.segment)
                 case SampleMemory():
                     self._sample_memory(effect)
                 case DropClient():
@@ -560,10 +632,23 @@ class Supervisor:
                 link.identity, encode(Failed(message.seq, "too_large", "the reply passes the size limit"))
             )
         elif sent is Sent.FULL:
-            log.warning("client dropped: it does not read", extra=fields(client=client, pid=link.lifeline.peer.pid))
-            self._drop_client(link)
+            self._drop_deaf(link, "it does not read")
+        elif sent is Sent.UNREACHABLE:  # its half of the lifeline may be open still
+            self._drop_deaf(link, "it cannot be reached")
+
+    def _renew_lock(self) -> None:
+        """From time to time: whoever cleans up /dev/shm may have removed the lock's file."""
+        try:
+            self._lock.renew()
+        except (InstanceLocked, OSError) as exc:
+            if not self._lock_lost:
+                log.error("somebody removed the instance lock, and it cannot be taken anew", extra=fields(why=str(exc)))
+            self._lock_lost = True
+        else:
+            self._lock_lost = False
 
     def _sample_memory(self, effect: SampleMemory) -> None:
+        self._renew_lock()
         start_s = time.monotonic()
         found: list[tuple[Target, Reading | None]] = []
         for target in effect.targets:
@@ -618,9 +703,12 @@ class Supervisor:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
-        """Close sockets and descriptors, end the template."""
+        """Close sockets and descriptors, end the template. The lifelines come first: a client that is told by them
+        takes the last replies in, which its ZeroMQ drops as soon as ours has closed.
+        """
         for link in self._links:
             self._close_lifeline(link.lifeline)
+            self._close_pidfd(link)
             link.descriptors.close_all()
         for worker in self._worker_links.values():
             if worker.channel.lifeline is not None:

@@ -25,6 +25,7 @@ from ipc.messages import Captured, Copied, PartLoaded, PartStored, Restored
 from stratad._calls import ACCEPTED, FINAL, QUEUED, SENT, SOURCE_FREE, Call
 from stratad._proofs import WorkerProof, wait_for_end
 from stratad._pump import Pump
+from stratad._registration import Session
 from stratad._rows import RowUse
 from stratad.errors import Cancelled, DeadlineExceeded, StratadError
 
@@ -66,10 +67,10 @@ class Ticket(Generic[ResultT_co]):
         uses: tuple[RowUse, ...],
         slot: int,
         cancel: Callable[[int], None],
-        acknowledge: Callable[[int, float], Call] | None = None,
+        acknowledge: Callable[[Session, int, float], Call] | None = None,
         release: Callable[[bytes, int, int], None] | None = None,
     ) -> None:
-        """Takes have both `acknowledge(image_id, until_s)` and `release(start_id, engine_id, image_id)`."""
+        """Takes have both `acknowledge(session, image_id, until_s)` and `release(start_id, engine_id, image_id)`."""
         self.kind: Final = kind
         self.slot: Final = slot
         self.uses: Final = uses
@@ -125,6 +126,7 @@ class Ticket(Generic[ResultT_co]):
         """
         with self._pump.lock:
             self._given_up = True
+            self._call.unwanted = True
             self._release_if_given_up()
             if not self._cancelled and self._call.level != FINAL:
                 self._cancelled = True
@@ -320,7 +322,8 @@ class Ticket(Generic[ResultT_co]):
             if self._acknowledgement is None and not self._released:
                 image_id = cast("Restored", self._call.reply).image_id
                 # The rows are there; the acknowledgement may still be sent when the time of the restore is up.
-                self._acknowledgement = self._make_acknowledgement(image_id, until_s)
+                session = Session(self._start_id, self._engine_id)
+                self._acknowledgement = self._make_acknowledgement(session, image_id, until_s)
             return self._acknowledgement
 
     def _outcome(self) -> ResultT_co:

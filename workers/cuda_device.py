@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 from collections.abc import Callable
 from typing import Final
 
@@ -26,6 +27,12 @@ from workers.shuttle_map import ShuttleMap
 
 _log: Final = logging.getLogger(__name__)
 _SLICE_ROWS: Final = 65536
+
+
+def _lock_limit() -> str:
+    """What the kernel lets this process lock, for the text of a failure; drivers go by it or by their own rules."""
+    limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "" if limit_bytes == resource.RLIM_INFINITY else f" (the limit of locked memory is {limit_bytes} bytes)"
 
 
 class CudaDevice:
@@ -235,9 +242,8 @@ class CudaDevice:
                 with contextlib.suppress(GpuError):
                     self._runtime.host_unregister(step)
             done = len(steps) * LOCK_STEP_BYTES
-            raise DeviceFailure(
-                exc.code, f"page-locking stopped after {done} of {len(memory)} bytes: {exc.message}", sticky=exc.sticky
-            ) from exc
+            text = f"page-locking stopped after {done} of {len(memory)} bytes: {exc.message}{_lock_limit()}"
+            raise DeviceFailure(exc.code, text, sticky=exc.sticky) from exc
         self._locked[index] = steps
         self._counts.registrations += len(steps)
         self._shuttles.add(index, memory)

@@ -19,8 +19,9 @@ from typing import Final, Self
 
 import psutil
 
+from ipc.listening import listens
 from stratad.client import Client
-from stratad.ctl.connection import Target, check_same_build, listens
+from stratad.ctl.connection import Target, check_same_build
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError
 from stratad.errors import DeadlineExceeded

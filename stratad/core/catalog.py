@@ -454,6 +454,13 @@ class Catalog:
                 self._unindex(image)
         return flagged
 
+    def lies_in(self, image: Image, worker: str, shuttle: int) -> bool:
+        """Whether any byte of an image is in that shuttle."""
+        return any(
+            chunk.key.worker == worker and any(extent.shuttle == shuttle for extent in chunk.place.extents)
+            for chunk in image.chunks()
+        )
+
     def exclusive_bytes(self, image: Image) -> int:
         """Bytes of granules that only this image holds."""
         counts: dict[Chunk, int] = {}

@@ -26,7 +26,7 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
-from stratad.core import adoption, arenas, jobs, journaling, memory, queue, registration, service
+from stratad.core import adoption, arenas, jobs, journaling, losses, memory, queue, registration, service
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
@@ -106,10 +106,13 @@ class Core:
                 state.out.append(SpawnWorker(worker.name, worker.generation))
             elif worker.state is WorkerState.STARTING and worker.born_s + state.settings.boot_s <= state.now_s:
                 arenas.kill(state, worker, "worker_hung", f"not ready after {state.settings.boot_s} s")
+            arenas.try_again(state, worker)
         adoption.expire(state)
+        journaling.try_again(state)
         jobs.check_deadlines(state)
         queue.expire(state)
         registration.expire(state)
+        registration.stop_copies(state)
         service.answer_stats(state, late=True)
         memory.tick(state)
         if state.stopping:
@@ -118,6 +121,19 @@ class Core:
             if not client.greeted and client.hello_by_s <= state.now_s:
                 state.out.append(DropClient(client.client))
         state.due_s = self._exact_due_s()
+        return self._end()
+
+    def stood_still(self, lost_s: float, at: Instant) -> list[Effect]:
+        """The daemon itself did nothing for so long: that is not held against its workers, whose answers may lie
+        unread, and who may have been stopped with it.
+        """
+        state = self._begin(at)
+        state.count("stood_still")
+        for worker in state.workers.values():
+            if worker.state is WorkerState.STARTING:
+                worker.born_s += lost_s
+            for op, stage in worker.jobs.values():
+                op.stages[stage].deadline_s += lost_s
         return self._end()
 
     @property
@@ -129,6 +145,8 @@ class Core:
         state = self.state
         due: list[float] = [request.deadline_s for request in state.stats_requests]
         due.append(state.memory.due_s)
+        if state.journal_error:
+            due.append(state.journal_again_s)
         for worker in state.workers.values():
             if worker.state is WorkerState.DEAD and not state.stopping:
                 due.append(worker.next_start_s)
@@ -136,9 +154,12 @@ class Core:
                 due.append(worker.born_s + state.settings.boot_s)
             elif worker.state is WorkerState.READY:
                 due.extend(jobs.due_s(worker, op, op.stages[stage]) for op, stage in worker.jobs.values())
+                if worker.grow_failed and worker.making is None:
+                    due.append(worker.grow_again_s)
         due.extend(op.deadline_s for op in state.waiting.values())
         due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
         due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
+        due.extend(state.engines[engine_id].stop_copies_s for engine_id in state.closing)
         return min(due, default=math.inf)
 
     def sampled(self, found: Sequence[tuple[Target, Reading | None]], at: Instant) -> list[Effect]:
@@ -173,7 +194,7 @@ class Core:
             state.stats_requests = [r for r in state.stats_requests if r.client != client]
             state.memory.asked = [entry for entry in state.memory.asked if entry[0] != client]
             for engine_id in tuple(record.engines):
-                registration.close(state, state.engines[engine_id])
+                registration.orphan(state, state.engines[engine_id])
             queue.pump(state)
         return self._end()
 
@@ -240,7 +261,7 @@ class Core:
             case ShuttleReady():
                 arenas.shuttle_ready(state, worker, report)
             case ShuttleFailed():
-                arenas.shuttle_failed(state, worker, report)
+                losses.shuttle_failed(state, worker, report)
             case PoolOpened():
                 registration.pool_opened(state, report.pool)
             case PoolFailed():

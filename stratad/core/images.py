@@ -85,6 +85,7 @@ class Image:
     damaged: bool = False
     parts: tuple[ImagePart, ...] | None = None
     transit: bool = False
+    held_s: float = 0.0  # of a transit image: when its engine last did something with it (monotonic)
 
     @property
     def evictable(self) -> bool:

@@ -8,6 +8,7 @@ from ipc.messages import SLOT_LIMIT, TOKEN_BYTES, Capture, CudaIpcPool, GetBegin
 from shm.layout import ChunkSpan, StageLayout
 from shm.row_spaces import SpaceRows, distinct_rows, shared_row
 from shm.rows import ROW_LIMIT, unpack_numbers
+from stratad.core import leases
 from stratad.core.failures import Refusal
 from stratad.core.fences import Fence
 from stratad.core.fingerprints import differing_fields
@@ -21,6 +22,8 @@ NAME_LIMIT = 512
 CHUNK_LIMIT = 32_768
 # Each is a prefix of its own in the index.
 CHECKPOINT_LIMIT = 64
+# No operation waits longer, for its worker or for its engine's event, whatever its caller says.
+DEADLINE_LIMIT_S = 3600.0
 
 
 def check_name(what: str, name: str) -> None:
@@ -31,6 +34,11 @@ def check_name(what: str, name: str) -> None:
     """
     if not name or len(name) > NAME_LIMIT or not name.isprintable():
         raise Refusal("bad_value", f"{what} must be 1 to {NAME_LIMIT} printable characters, got {name[:40]!r}")
+
+
+def ends_s(state: State, deadline_s: float) -> float:
+    """When what is asked for now with a deadline has waited long enough."""
+    return state.now_s + min(deadline_s, DEADLINE_LIMIT_S)
 
 
 def check_slot_number(what: str, slot: int) -> None:
@@ -241,7 +249,7 @@ def _operation(
         source.tokens,
         request.ordered,
         state.now_s,
-        state.now_s + request.deadline_s,
+        ends_s(state, request.deadline_s),
         _run_stages(engine, source.cuts, source.spans),
         positions=source.positions,
         points=_points(engine.kinds, source.tokens, source.positions),
@@ -300,7 +308,7 @@ def _restore_image(state: State, engine: Engine, request: Restore) -> Operation:
     image = find_image(state, engine, request)
     if request.take and image.pinned:
         raise Refusal("pinned", f"image {image.image_id} is pinned: it can be restored but not taken")
-    if request.take and image.taken:
+    if request.take and image.taken and not leases.give_up_take(state, engine.client, image.image_id):
         raise Refusal("image_busy", f"image {image.image_id} is being taken by another call")
     op = _restore(state, engine, request, image, request.tokens)
     if request.take:
@@ -312,7 +320,8 @@ def _slot_from(state: State, engine: Engine, request: SlotFrom) -> Operation:
     check_slot_number("source_slot", request.source_slot)
     image = engine.transits.get(request.source_slot)
     if image is None:
-        raise Refusal("unknown_image", f"slot {request.source_slot} has no transit image: slot_to makes one")
+        text = f"slot {request.source_slot} has no transit image: slot_to makes one ({leases.why_gone(state)})"
+        raise Refusal("unknown_image", text)
     if image.damaged:
         raise Refusal("damaged", f"the transit image of slot {request.source_slot} lost a digest")
     op = _restore(state, engine, request, image, -1)
@@ -344,7 +353,7 @@ def _restore(state: State, engine: Engine, request: Restore | SlotFrom, image: I
         tokens,
         request.ordered,
         state.now_s,
-        state.now_s + request.deadline_s,
+        ends_s(state, request.deadline_s),
         _run_stages(engine, cuts, spans),
         image=image,
         positions=image.positions,

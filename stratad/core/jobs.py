@@ -275,7 +275,7 @@ def _go_on(state: State, op: Operation) -> None:
             pending = pending or run
         elif run.outcome is not None and run.outcome.state == "failed":
             failed = True
-    if pending is not None and (op.cancelled or failed):
+    if pending is not None and (op.cancelled or failed or op.lost):
         _skip_pending(op)
     elif pending is not None and running is None:
         _send(state, op, pending)
@@ -293,6 +293,8 @@ def _finish(state: State, op: Operation) -> None:
     engine = state.engines.get(op.engine_id)
     if failed is not None:
         fail(state, op, failed.code, failed.message, stage=failed.stage)
+    elif op.lost is not None:
+        fail(state, op, *op.lost)
     elif any(run.state is StageState.UNTOUCHED for run in op.stages):
         fail(state, op, "cancelled", "the operation was cancelled")
     elif op.image is not None:
@@ -331,6 +333,7 @@ def _captured(state: State, op: Operation) -> None:
         if former is not None:
             state.catalog.drop_transit(former)
         engine.transits[op.slot] = image
+        image.held_s = state.now_s
         _published(state, op, image, new_bytes)
         return
     journaling.publish(
@@ -360,6 +363,7 @@ def _stored(state: State, op: Operation, piece: Piece) -> None:
         return
     piece.stored = StoredPiece(op.staged, answer)
     op.staged = None
+    piece.put.used_s = state.now_s
     op.advance("store")
     state.count(f"{op.kind.value}s")
     state.reply(op.client, PartStored(op.seq, op.stages[0].job_bytes, op.outcomes))
@@ -380,10 +384,12 @@ def _restored(state: State, op: Operation) -> None:
         state.catalog.touch(image, state.now_unix_s)
     engine = state.engines.get(op.engine_id)
     if op.kind is OpKind.TAKE and engine is not None and not engine.closing:
-        engine.takes.add(image.image_id)  # `taken` stays up until the client acknowledges or is gone
+        engine.takes[image.image_id] = state.now_s  # `taken` stays up until the client acknowledges or is gone
     elif op.kind is OpKind.TAKE:
         image.taken -= 1
-    elif op.kind is OpKind.SLOT_FROM and not op.keep and engine and engine.transits.get(op.source_slot) is image:
+    elif op.kind is OpKind.SLOT_FROM and op.keep:
+        image.held_s = state.now_s
+    elif op.kind is OpKind.SLOT_FROM and engine and engine.transits.get(op.source_slot) is image:
         del engine.transits[op.source_slot]
         state.catalog.drop_transit(image)
     state.count(f"{op.kind.value}s")

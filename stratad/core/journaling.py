@@ -42,6 +42,7 @@ def answered(state: "State", serial: int, error: str) -> None:
             state.log("error", "the journal cannot be written: captures and drops are refused", why=error)
         state.journal_error = error
         state.journal_again_s = state.now_s + RETRY_S
+        state.wake_by(state.journal_again_s)
         state.count("journal_failures")
         otherwise(state, error)
         return
@@ -49,6 +50,12 @@ def answered(state: "State", serial: int, error: str) -> None:
         state.log("info", "the journal is written again")
         state.journal_error = ""
     then(state)
+
+
+def try_again(state: "State") -> None:
+    """Ask, after a failure, whether there is room again: perhaps nobody captures until the daemon says so."""
+    if state.journal_error and state.journal_again_s <= state.now_s:
+        append(state, (), lambda _: None, lambda _, __: None)
 
 
 def check_writable(state: "State") -> None:

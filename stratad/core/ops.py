@@ -175,6 +175,7 @@ class Operation:
     need: dict[str, int] = field(default_factory=dict)
     shuttles: dict[str, set[int]] = field(default_factory=dict)
     piece: Piece | None = None
+    lost: tuple[str, str] | None = None  # code and message: bytes that it counts on are gone
 
     def advance(self, event: str) -> None:
         """Make a move of the table.

@@ -1,7 +1,7 @@
 """Operations that wait: for a worker, a pool, a shuttle or space."""
 
 from ipc.messages import Progress
-from stratad.core import arenas, jobs, journaling
+from stratad.core import arenas, jobs, journaling, leases
 from stratad.core.effects import ReplyTo
 from stratad.core.failures import Refusal
 from stratad.core.images import Draft, needed_granules
@@ -118,6 +118,8 @@ def _obstacle(state: State, op: Operation, engine: Engine) -> str:
         op.count_shuttles()
     for name, needed in op.shuttles.items():
         worker = state.workers[name]
+        if lost := needed - worker.sizes.keys():
+            raise Refusal("damaged", f"shuttle {min(lost)} of {name} is lost, and what lay in it")
         if not needed <= worker.mapped:
             arenas.tend(state, worker, needed)
             return f"shuttles of {worker.name}"
@@ -160,7 +162,7 @@ def _space(state: State, op: Operation) -> str:
             arenas.tend(state, worker)
             return f"shuttles of {name}"
     try:
-        victims = state.catalog.victims(draft, need)
+        victims = leases.with_room(state, op.client, lambda: state.catalog.victims(draft, need))
     except Refusal as refusal:
         if refusal.code == "no_space" and any(other.state is OpState.COPYING for other in state.ops.values()):
             return "space held by operations in flight"

@@ -1,5 +1,7 @@
 """Engines come and go: their stages' pools are opened at the workers and closed again."""
 
+import math
+
 import msgspec
 
 from ipc.messages import (
@@ -18,11 +20,12 @@ from ipc.messages import (
 from shm.layout import LayoutError, check_layout
 from stratad.core import jobs
 from stratad.core.effects import CloseDescriptor, ForwardDescriptor, SendTo
-from stratad.core.exchange import check_exchange, end_get, end_put
+from stratad.core.exchange import check_exchange
 from stratad.core.failures import Refusal
 from stratad.core.fingerprints import check_fingerprint, complete_fingerprint, fingerprint_id
 from stratad.core.images import Scope
-from stratad.core.intake import check_name
+from stratad.core.intake import check_name, ends_s
+from stratad.core.leases import end_get, end_put, end_take
 from stratad.core.ops import OpKind, OpState
 from stratad.core.state import ClientRecord, Engine, EngineStage, PoolState, State, Worker, WorkerState
 
@@ -32,6 +35,8 @@ PLANE_LIMIT = 4096
 GROUP_LIMIT = 64
 # Each holds pools, marks and a fingerprint. An engine of which a registration waits, or pools are still closed, counts.
 ENGINE_LIMIT = 256
+# The device memory of a process that is gone can be used by nobody until its worker has unmapped it.
+GONE_S = 1.0
 KNOWN_FINGERPRINTS = 64
 KNOWN_NAMESPACES = 1024
 
@@ -75,7 +80,7 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
         fields,
         stages,
         request.seq,
-        state.now_s + request.deadline_s,
+        ends_s(state, request.deadline_s),
         exchange=request.exchange,
     )
     _forget_fingerprints(state)
@@ -289,16 +294,32 @@ def close(state: State, engine: Engine, unregister_seq: int | None = None) -> No
             jobs.fail(state, op, "engine_gone", "the engine was closed")
         elif op.kind is not OpKind.CAPTURE:  # a transit image would end with the engine
             jobs.cancel(state, op)
-    for image_id in engine.takes:
-        image = state.catalog.images.get(image_id)
-        if image is not None:
-            image.taken -= 1
-    engine.takes.clear()
+    for image_id in tuple(engine.takes):
+        end_take(state, engine, image_id)
     for put in list(engine.puts.values()):
         end_put(state, engine, put)
     for get in list(engine.gets.values()):
         end_get(state, engine, get)
     _remove_if_idle(state, engine)
+
+
+def orphan(state: State, engine: Engine) -> None:
+    """End an engine whose process is gone, or can no longer be heard: its memory is kept mapped only as long as that
+    takes, and what is being captured out of it has a moment to end.
+    """
+    engine.stop_copies_s = state.now_s + GONE_S
+    state.wake_by(engine.stop_copies_s)
+    close(state, engine)
+
+
+def stop_copies(state: State) -> None:
+    """Stop what is still copied for engines that are gone too long."""
+    for engine_id in sorted(state.closing):
+        engine = state.engines[engine_id]
+        if engine.stop_copies_s <= state.now_s:
+            engine.stop_copies_s = math.inf
+            for op in [op for op in state.ops.values() if op.engine_id == engine_id]:
+                jobs.cancel(state, op)
 
 
 def _remove_if_idle(state: State, engine: Engine) -> None:

@@ -42,7 +42,7 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import exchange, jobs, journaling, memory, memory_view, queue, registration, views
+from stratad.core import exchange, jobs, journaling, leases, memory, memory_view, queue, registration, views
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
 from stratad.core.images import Image
@@ -211,11 +211,8 @@ def _end_take(state: State, client: ClientRecord, request: Acknowledge | Release
     engine = engine_of(state, client, request.engine_id)
     if request.image_id not in engine.takes:
         raise Refusal("unknown_image", f"engine {engine.engine_id} has not taken image {request.image_id}")
-    engine.takes.discard(request.image_id)
-    image = state.catalog.images.get(request.image_id)
-    if image is not None:
-        image.taken -= 1
-    return image
+    leases.end_take(state, engine, request.image_id)
+    return state.catalog.images.get(request.image_id)
 
 
 def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> None:

@@ -50,6 +50,8 @@ class Settings:
     job_floor_s: float
     link_floor_bytes_per_s: float
     restarts: RestartPolicy
+    grow_again_s: float = 10.0  # between tries to make a shuttle for which something was missing
+    lease_s: float = 60.0
     memory: MemorySettings = field(default_factory=MemorySettings)
     admins: frozenset[int] = frozenset()
     shown: tuple[tuple[str, str], ...] = ()
@@ -96,6 +98,8 @@ class Worker:
     mapped: set[int] = field(default_factory=set)
     locked: set[int] = field(default_factory=set)
     making: int | None = None
+    retired: set[int] = field(default_factory=set)  # numbers that no new shuttle may have
+    skipped: int = 0  # names in a row that somebody else had taken
     grow_failed: str = ""
     grow_again_s: float = 0.0
     jobs: dict[int, tuple[Operation, int]] = field(default_factory=dict)
@@ -110,9 +114,19 @@ class Worker:
         """Whether it takes jobs now."""
         return self.state is WorkerState.READY
 
+    @property
+    def next_index(self) -> int:
+        """The number of the next new shuttle."""
+        used = self.sizes.keys() | self.retired
+        return next(number for number in range(len(used) + 1) if number not in used)
+
+    def runs_short(self, now_s: float) -> bool:
+        """Whether something that a shuttle needs was missing a moment ago."""
+        return bool(self.grow_failed) and now_s < self.grow_again_s
+
     def can_grow(self, settings: Settings, now_s: float) -> bool:
         """Whether another shuttle is on its way or allowed."""
-        if self.state in (WorkerState.FAILED, WorkerState.STOPPED) or (self.grow_failed and now_s < self.grow_again_s):
+        if self.state in (WorkerState.FAILED, WorkerState.STOPPED) or self.runs_short(now_s):
             return False
         return self.making is not None or sum(self.sizes.values()) + settings.shuttle_bytes <= settings.arena_bytes
 
@@ -156,13 +170,14 @@ class Engine:
     closing: bool = False
     marks: dict[int, str] = field(default_factory=dict)
     ops: int = 0
-    takes: set[int] = field(default_factory=set)
+    takes: dict[int, float] = field(default_factory=dict)  # images taken and not acknowledged, and since when
     transits: dict[int, Image] = field(default_factory=dict)  # transit images by slot
     exchange: bool = False
     puts: dict[int, Put] = field(default_factory=dict)
     gets: dict[int, Get] = field(default_factory=dict)
     unmapping: set[int] = field(default_factory=set)  # pools whose worker has been told to close them
     unregister_seq: int | None = None  # request that waits for that
+    stop_copies_s: float = math.inf  # of one whose process is gone: when what is still copied for it is stopped
     # Read off the stages, which never change. Equal layouts are one object here: most engines have one or two kinds of
     # stages, and what an operation asks of a layout is then asked once a kind.
     layouts: tuple[StageLayout, ...] = field(init=False)

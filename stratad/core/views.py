@@ -13,6 +13,7 @@ from ipc.messages import (
 from shm.extent import GRANULE_BYTES, pack_places
 from stratad.core import memory_view
 from stratad.core.images import Image
+from stratad.core.leases import leases
 from stratad.core.ops import RUNNING
 from stratad.core.state import Engine, State, Worker, WorkerState
 
@@ -102,6 +103,8 @@ def engine_info(state: State, engine: Engine) -> EngineInfo:
     marks: dict[str, int] = {}
     for mark in engine.marks.values():
         marks[mark] = marks.get(mark, 0) + 1
+    held = list(leases(engine))
+    kinds = [lease.kind for lease in held]
     return EngineInfo(
         engine.engine_id,
         engine.namespace,
@@ -115,6 +118,8 @@ def engine_info(state: State, engine: Engine) -> EngineInfo:
         marks,
         len(engine.transits),
         sum(chunk.granule_bytes for image in engine.transits.values() for chunk in image.chunks()),
+        {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        max((state.now_s - lease.used_s for lease in held), default=0.0),
     )
 
 

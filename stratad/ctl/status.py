@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from ipc.messages import ProcessMemory, StatsReply, WorkerInfo
+from ipc.messages import EngineInfo, ProcessMemory, StatsReply, WorkerInfo
 from stratad.ctl.connection import DaemonClient
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.memory import warning_lines
@@ -165,10 +165,19 @@ def _engines(stats: StatsReply) -> list[str]:
             str(engine.ops),
             " ".join(f"{mark}={count}" for mark, count in sorted(engine.marks.items())) or "-",
             f"{engine.transits} ({human_bytes(engine.transit_bytes)})" if engine.transits else "-",
+            _holds(engine),
         )
         for engine in stats.engines
     )
-    return table(("engine", "name", "namespace", "pid", "uid", "stages", "ops", "marks", "in transit"), rows)
+    return table(("engine", "name", "namespace", "pid", "uid", "stages", "ops", "marks", "in transit", "holds"), rows)
+
+
+def _holds(engine: EngineInfo) -> str:
+    """What it holds between two calls: what nobody else can have for as long."""
+    if not engine.leases:
+        return "-"
+    counts = " ".join(f"{kind}={count}" for kind, count in sorted(engine.leases.items()))
+    return f"{counts}, unused {human_age(engine.unused_s)}"
 
 
 def _ops(stats: StatsReply) -> list[str]:

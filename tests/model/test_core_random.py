@@ -4,6 +4,7 @@ A failing seed is one number: ``pytest tests/model -k SEED`` replays it.
 """
 
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -276,6 +277,25 @@ def test_seed(seed: int) -> None:
     for _ in range(STEPS):
         world.step()
     world.settle()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_wall_clock_decides_nothing(seed: int) -> None:
+    """It may be stepped, either way, at any time: every effect is the same."""
+    steady, stepped = World(seed), World(seed)
+    steps = random.Random(seed)
+    stepped.core.wall_clock = lambda _: steps.uniform(-1e9, 3e9)
+    for world in (steady, stepped):
+        for _ in range(STEPS):
+            world.step()
+        world.settle()
+    assert len(steady.core.effects) > 100
+    # What is only shown may differ.
+    one, other = (
+        [re.sub(r"(_unix_s)=[^,)]*", r"\1", repr(effect)) for effect in world.core.effects]
+        for world in (steady, stepped)
+    )
+    assert one == other
 
 
 def test_the_seeds_reach_what_they_should() -> None:

@@ -115,6 +115,7 @@ class Harness:
     memory: dict[tuple[Role, str], Reading | None] = field(default_factory=dict)  # by `Target.key`; others: `reading`
     seq: int = 0
     auto: bool = True
+    wall_clock: Callable[[float], float] = lambda now_s: 1e9 + now_s
     records: list[Record] = field(default_factory=list)  # the journal
     journal_error: str = ""  # why it cannot be written
 
@@ -147,7 +148,7 @@ class Harness:
     @property
     def at(self) -> Instant:
         """Now."""
-        return Instant(self.now_s, 1e9 + self.now_s)
+        return Instant(self.now_s, self.wall_clock(self.now_s))
 
     # --- what the shell does ------------------------------------------------------------------------------------------
 

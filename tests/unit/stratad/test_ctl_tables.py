@@ -104,6 +104,12 @@ def test_status_shows_what_workers_hold() -> None:
     assert "cpu:0 holds streams 2" in describe(STATS, lambda _pid: 1).lines
 
 
+def test_status_shows_what_engines_hold_between_calls() -> None:
+    holding = msgspec.structs.replace(STATS.engines[0], leases={"take": 1, "put": 2}, unused_s=75.0)
+    lines = "\n".join(describe(msgspec.structs.replace(STATS, engines=(holding,)), lambda _pid: 1).lines)
+    assert f"put=2 take=1, unused {human_age(75.0)}" in lines
+
+
 def test_one_process_is_listed_once() -> None:
     twice = (*STATS.memory, ProcessMemory(role="worker", pid=101, rss_bytes=1, anon_bytes=1, shmem_bytes=0))
     data = json.loads(json.dumps(describe(msgspec.structs.replace(STATS, memory=twice), lambda _pid: 1).data))

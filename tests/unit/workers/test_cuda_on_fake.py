@@ -1,6 +1,7 @@
 """The GPU device over a runtime of host memory: tables, copies, pools, counts."""
 
 import ctypes
+import resource
 
 import numpy as np
 import pytest
@@ -273,8 +274,13 @@ def test_copies_never_cross_two_registrations_and_chunks_outgrow_staging(runtime
 def test_what_cannot_be_page_locked_is_an_error(runtime: GpuRuntime, library: ctypes.CDLL) -> None:
     gpu = Gpu(runtime, slot_layout())
     library.fail_next(2)
-    with pytest.raises(DeviceFailure, match="page-locking stopped after 0 of"):
-        gpu.cuda.add_shuttle(1, memoryview(bytearray(GRANULE_BYTES)))
+    _, hard = before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
+    try:
+        with pytest.raises(DeviceFailure, match=r"page-locking stopped after 0 of 65536 bytes: .* is 65536 bytes"):
+            gpu.cuda.add_shuttle(1, memoryview(bytearray(GRANULE_BYTES)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
     assert gpu.cuda.resources()["shuttles"] == 1
     gpu.close()
 
