@@ -18,6 +18,7 @@ from ipc.messages import (
     Drop,
     Failed,
     GetBegin,
+    GetPart,
     Goodbye,
     Hello,
     ListImages,
@@ -387,6 +388,8 @@ class SimClient:
             self._give_up_put(request, engine)
         elif isinstance(request, PutBegin):
             engine.put = None
+        elif isinstance(request, GetPart) and reply.code == "unknown_get":
+            engine.get = None
         elif isinstance(request, SlotFrom) and reply.code in ("unknown_image", "damaged"):
             engine.transits.pop(request.source_slot, None)
         elif isinstance(request, Register):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from tests.support.simulation import succession
+from tests.support.simulation.image_watch import Cause
 from tests.support.simulation.worker import SimWorker
 from tests.support.simulation.world import World
 
@@ -31,6 +32,7 @@ class Faults:
             "template_kill": self._template_kill,
             "clock_step": self._clock_step,
             "stall": self._stall,
+            "stood_still": self._stood_still,
             "supervisor_kill": self._supervisor_kill,
             "supervisor_kill_later": self._supervisor_kill_later,
             "journal": self._journal,
@@ -159,6 +161,14 @@ class Faults:
     def _stall(self) -> bool:
         """Nothing happens for a while, but time passes."""
         self.world.now_s += self.world.rng.choice((1.0, 6.0, 70.0))
+        return True
+
+    def _stood_still(self) -> bool:
+        """The daemon itself was stopped for a while, and notices."""
+        world = self.world
+        lost_s = world.rng.choice((2.0, 8.0))
+        world.now_s += lost_s
+        world.event(Cause("stood_still"), lambda: world.core.stood_still(lost_s, world.at))
         return True
 
     def _supervisor_kill(self) -> bool:

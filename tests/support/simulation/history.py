@@ -51,6 +51,9 @@ class History:
             self._end()
         except (InvariantViolated, CoreCrashed) as found:
             raise Broken(self.seed, world.step_number, found) from found
+        except Exception as bug:
+            bug.add_note(f"a bug of the simulator's own, in seed {self.seed}")
+            raise
         world.tally.end(world.core.state)
 
     # --- the scheduler ------------------------------------------------------------------------------------------------

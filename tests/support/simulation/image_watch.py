@@ -34,6 +34,7 @@ class ImageWatch:
     published: dict[Place, int] = field(default_factory=dict)
     pinned: set[int] = field(default_factory=set)
     taken: dict[int, tuple[int, int]] = field(default_factory=dict)  # not acknowledged yet, by client and engine
+    taken_s: dict[int, float] = field(default_factory=dict)  # since when
     closed: set[tuple[int, int]] = field(default_factory=set)  # engines that want to end, by client and engine
     transits: set[int] = field(default_factory=set)
     tokens: dict[int, bytes] = field(default_factory=dict)  # of every image that ever was
@@ -106,6 +107,7 @@ class ImageWatch:
             case _:
                 pass
         check(not pinned, f"pinned image {image_id} was evicted ({self.cause.name})")
+        self._end_lease(image_id)
         check(image_id not in self.taken, f"image {image_id} ended before its taker acknowledged ({self.cause.name})")
         reading = [
             op.op_id
@@ -113,6 +115,12 @@ class ImageWatch:
             if op.image is not None and op.image.image_id == image_id
         ]
         check(not reading, f"image {image_id} was evicted while operation {reading} reads it")
+
+    def _end_lease(self, image_id: int) -> None:
+        """Another client may have needed the place of what was taken and not asked for again since long."""
+        world = self.world
+        if image_id in self.taken and world.now_s - self.taken_s[image_id] >= world.settings.lease_s:
+            del self.taken[image_id]
 
     def _superseded(self, name: tuple[str, str, str]) -> bool:
         """Whether this event published another image of that name, which then made room itself."""

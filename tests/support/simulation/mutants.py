@@ -217,8 +217,15 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "a take gives the image up before the client has acknowledged",
         "stratad.core.jobs",
-        "        engine.takes.add(image.image_id)  # `taken` stays up until the client acknowledges or is gone",
+        "        engine.takes[image.image_id] = state.now_s  # `taken` stays up until the client acknowledges or is gone",  # noqa: E501
         "        state.catalog.drop(image)",
+    ),
+    Mutant(
+        "what an engine has taken is given up for another one at once",
+        "stratad.core.leases",
+        "    due_s = state.now_s - state.settings.lease_s",
+        "    due_s = state.now_s",
+        seeds=2000,
     ),
     Mutant(
         "an image that supersedes a pinned one is not pinned",
