@@ -13,6 +13,8 @@ from ipc.messages import (
     Captured,
     Copied,
     Done,
+    Mark,
+    Marked,
     PartLoaded,
     PartStored,
     Release,
@@ -38,9 +40,9 @@ if TYPE_CHECKING:
     from stratad.client import Client
 
 # What reads rows only and replaces what it made before: to send it again on a new connection does no harm.
-_REPEATABLE: Final = ("capture", "slot_to")
+_REPEATABLE: Final = ("capture", "slot_to", "mark")
 
-ResultT = TypeVar("ResultT", bound=Captured | Restored | Copied | PartStored | PartLoaded)
+ResultT = TypeVar("ResultT", bound=Captured | Restored | Copied | Marked | PartStored | PartLoaded)
 PartT = TypeVar("PartT", bound=PartStored | PartLoaded)
 
 
@@ -95,6 +97,27 @@ class Operations:
             return Capture(seq, engine_id, conversation, packed, rows, slot, ordered, reading.positions, left_s)
 
         return self._start("capture", build, Captured, (reading.use,), slot, deadline_s)
+
+    def mark(
+        self, conversation: str, tokens: TokensLike, given: RowsGiven, slot: int, deadline_s: float | None
+    ) -> Ticket[Marked]:
+        """Declare what rows hold."""
+        packed = pack_tokens(tokens)
+        count = len(packed) // 4
+        reading = self._reading(given, count, slot, self._state_at(count, slot))
+        self._order()
+        marks = self._registration.marks
+        before = marks.turn(slot)
+
+        def build(seq: int, left_s: float) -> Request:
+            engine_id, rows, ordered = self._registration.engine_id, reading.use.packed, self._ordered()
+            return Mark(seq, engine_id, slot, "clean", conversation, packed, rows, ordered, left_s)
+
+        def declared() -> None:
+            if marks.turn(slot) == before:
+                marks.set(slot, "clean")
+
+        return self._start("mark", build, Marked, (reading.use,), slot, deadline_s, on_success=declared)
 
     def restore(self, image: ImageWanted, given: RowsGiven, slot: int, deadline_s: float | None) -> Ticket[Restored]:
         """Restore an image into rows, or take it."""
@@ -218,6 +241,7 @@ class Operations:
         deadline_s: float | None,
         *,
         bound: bool = False,
+        on_success: Callable[[], None] | None = None,
     ) -> Ticket[ResultT]:
         registration = self._registration
 
@@ -238,6 +262,7 @@ class Operations:
             cancel=self._send_cancel,
             acknowledge=self._send_acknowledge if take else None,
             release=self._send_release if take else None,
+            on_success=on_success,
         )
         with self._pump.lock:
             registration.check_open()

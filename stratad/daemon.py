@@ -251,7 +251,10 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
         link_floor_bytes_per_s=config.deadlines.link_floor_bytes_per_s,
         grow_again_s=config.ram.grow_again_s,
         lease_s=config.deadlines.lease_s,
+        order_s=config.deadlines.order_s,
+        stuck_s=config.deadlines.stuck_s,
         restarts=RestartPolicy(restarts.backoff_first_s, restarts.backoff_cap_s, restarts.give_up_after),
+        rescue_max_s=config.rescue.max_s,
         memory=MemorySettings(
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after
         ),

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ipc.credentials import process_behind
@@ -42,13 +42,16 @@ class ClientLink:
 
 @dataclass(slots=True, eq=False)
 class WorkerLink:
-    """The current process of a worker: its secret, its identity and the way to it."""
+    """The current process of a worker: its secret, its identity and the way to it. `early` is what it said before the
+    template told of it: then neither its pid is known nor which lifeline is its own.
+    """
 
     generation: int
     token: bytes
     identity: bytes
     channel: WorkerChannel
     greeted: bool = False
+    early: list[Incoming] = field(default_factory=list)
 
 
 class ClientLinks:

@@ -39,6 +39,7 @@ from stratad.access import Access
 from stratad.core.core import Core
 from stratad.core.effects import (
     Append,
+    AwaitEnd,
     CloseDescriptor,
     DropClient,
     Effect,
@@ -50,6 +51,7 @@ from stratad.core.effects import (
     SampleMemory,
     SendTo,
     SpawnWorker,
+    StopAwaiting,
     UnlinkSegment,
     WatchFormer,
 )
@@ -72,6 +74,8 @@ BAD_FRAME_LIMIT: Final = 16
 ACCEPT_LIMIT: Final = 16
 HELLO_BYTES: Final = 1024  # more is not read of a peer that nobody has vouched for
 LONGEST_WAIT_S: Final = 60.0
+# A worker says hello and that it is ready, then it waits for commands.
+EARLY_LIMIT: Final = 16
 # For the last answers of a worker that has gone; milliseconds, unless the host is very busy.
 LAST_WORDS_S: Final = 0.25
 # Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
@@ -118,6 +122,7 @@ class Supervisor:
         self._worker_links: dict[str, WorkerLink] = {}
         self._worker_identities: dict[bytes, str] = {}
         self._unclaimed: dict[int, Lifeline] = {}
+        self._ending: dict[int, int] = {}  # pidfds of clients that have gone, while their end matters
         self._dropped: list[int] = []  # clients to drop once the effects in hand are done
         self._poller = zmq.Poller()
         self._epoll = select.epoll()  # all plain descriptors, so that the poller has three entries and not one for each
@@ -141,7 +146,7 @@ class Supervisor:
         self._event(self._core.start)
         self._event(self._core.tick)
         self._notifier.ready()
-        while not (self._core.stopped and not self._processes.workers):
+        while not (self._core.stopped and self._processes.workers.keys() <= self._core.stuck):
             self._turn()
 
     def _turn(self) -> None:
@@ -174,7 +179,7 @@ class Supervisor:
             self._workers.flush()
         for worker, link in list(self._worker_links.items()):
             if link.channel.waiting and not link.channel.flush():
-                self._processes.kill(worker, link.generation, now.now_s)
+                self._unfit(worker, link.generation, "it does not take its commands")
         self._journal.tend()
         if self._stop_deadline_s is not None and self._stop_deadline_s <= now.now_s:
             self._stop_deadline_s = None
@@ -389,6 +394,9 @@ class Supervisor:
             return
         link.channel.lifeline = lifeline
         self._watch(lifeline.fileno(), lambda: self._on_worker_lifeline(lifeline))
+        early, link.early = link.early, []
+        for incoming in early:
+            self._on_report(worker, link, incoming)
 
     def _on_worker_lifeline(self, lifeline: Lifeline) -> None:
         """Its end says that the worker is going; only its pidfd says that it is gone."""
@@ -398,6 +406,7 @@ class Supervisor:
                 if link.channel.lifeline is lifeline:
                     self._hear_out(worker, link)
                     link.greeted = False  # whoever speaks in its name from now on is somebody else
+                    self._event(functools.partial(self._core.worker_hung_up, worker, link.generation))
 
     def _add_client(self, lifeline: Lifeline) -> None:
         link = self._links.add(lifeline)
@@ -501,23 +510,30 @@ class Supervisor:
             link = self._worker_links.get(worker) if worker is not None else None
             if worker is None or link is None:
                 continue  # nobody we started: not even read
-            try:
-                report = decode(_one_frame(incoming), Report)
-            except BadFrame as bad:
-                log.error("bad frame of a worker", extra=fields(worker=worker, why=bad.message))
-                continue
-            if isinstance(report, WorkerHello):
+            if link.channel.lifeline is None:
                 self._on_template()  # the core must know the process before the process says anything
-                link.greeted = report.token == link.token and report.worker == worker
-                if not link.greeted:
-                    log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
-            elif link.greeted:
-                try:
-                    effects = self._core.report(worker, link.generation, report, self._now)
-                except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good
-                    self._bug("report", type(report).__name__)
-                    effects = [KillWorker(worker, link.generation, "a report could not be handled")]
-                self._perform(effects)
+            if link.channel.lifeline is not None:
+                self._on_report(worker, link, incoming)
+            elif len(link.early) < EARLY_LIMIT:
+                link.early.append(incoming)
+
+    def _on_report(self, worker: str, link: WorkerLink, incoming: Incoming) -> None:
+        try:
+            report = decode(_one_frame(incoming), Report)
+        except BadFrame as bad:
+            log.error("bad frame of a worker", extra=fields(worker=worker, why=bad.message))
+            return
+        if isinstance(report, WorkerHello):
+            link.greeted = report.token == link.token and report.worker == worker
+            if not link.greeted:
+                log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
+        elif link.greeted:
+            try:
+                effects = self._core.report(worker, link.generation, report, self._now)
+            except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good
+                self._bug("report", type(report).__name__)
+                effects = self._core.worker_unfit(worker, link.generation, "a report is not understood", self._now)
+            self._perform(effects)
 
     def _bug(self, what: str, name: str) -> None:
         self._core.state.count("internal_errors")
@@ -564,6 +580,10 @@ class Supervisor:
                     self._sample_memory(effect)
                 case DropClient():
                     self._dropped.append(effect.client)
+                case AwaitEnd():
+                    self._await_end(effect)
+                case StopAwaiting():
+                    self._stop_awaiting(effect.client)
                 case _:
                     assert_never(effect)
         while self._dropped:
@@ -608,10 +628,38 @@ class Supervisor:
         if not self._processes.kill(effect.worker, effect.generation, self._now.now_s):
             self._worker_ended(effect.worker, effect.generation, "it was never started")
 
+    def _await_end(self, effect: AwaitEnd) -> None:
+        """Watch for the end of a client's process."""
+        ended = functools.partial(self._core.process_ended, effect.client)
+        try:
+            pidfd = open_pidfd(effect.pid, effect.start_ticks)
+        except ProcessLookupError:
+            self._event(ended)
+            return
+        except OSError as exc:
+            log.warning("process cannot be watched", extra=fields(pid=effect.pid, why=str(exc)))
+            self._event(functools.partial(ended, proven=False))
+            return
+        self._ending[effect.client] = pidfd
+        self._watch(pidfd, lambda: self._on_process_ended(effect.client))
+
+    def _on_process_ended(self, client: int) -> None:
+        self._stop_awaiting(client)
+        self._event(functools.partial(self._core.process_ended, client))
+
+    def _stop_awaiting(self, client: int) -> None:
+        pidfd = self._ending.pop(client, None)
+        if pidfd is not None:
+            self._unwatch(pidfd)
+            os.close(pidfd)
+
+    def _unfit(self, worker: str, generation: int, reason: str) -> None:
+        self._event(functools.partial(self._core.worker_unfit, worker, generation, reason))
+
     def _send_to(self, effect: SendTo) -> None:
         link = self._worker_links.get(effect.worker)
         if link is not None and not link.channel.send(effect.command):
-            self._processes.kill(effect.worker, link.generation, self._now.now_s)  # its end answers for it
+            self._unfit(effect.worker, link.generation, "it does not take its commands")  # its end answers for this one
 
     def _reply_to(self, client: int, message: Reply) -> None:
         link = self._links.get(client)
@@ -715,6 +763,8 @@ class Supervisor:
                 self._close_lifeline(worker.channel.lifeline)
         for lifeline in self._unclaimed.values():
             lifeline.close()
+        for client in list(self._ending):
+            self._stop_awaiting(client)
         self._processes.close(timeout_s)
         self._listener.close()
         self._clients.close()

@@ -11,16 +11,23 @@ fault                 what happens
 ``flip_source``       a byte of the pool's first captured row changes between digest and copy
 ``event_stuck``       the engine's event is never reached (any value)
 ``drain_error``       what the copy left running cannot be waited for
+``copy_exit``         the process exits by itself in the middle of the copy, with status 1
 ``shuttle_error``     the shuttle with this index cannot be page-locked
+``shuttle_kill``      the process kills itself while it page-locks the shuttle with this index
+``shuttle_stall``     the page-lock of the shuttle with this index never ends
+``pool_close_stall``  no pool's unmapping ever ends (any value)
 ``pool_error``        no pool can be opened (the value is the code)
 ``slow_pool_s``       every pool takes that many seconds more to open
 ``boot_error``        the self test fails (any value)
+``boot_oom``          the self test finds too little device memory; it wanted that many bytes, of which 1 MiB are free
+``boot_stall``        the self test never ends (any value)
 ``slow_copy_s``       every slice takes that many seconds more
 ``leak_bytes``        the first copy leaves that many touched bytes that nobody accounts for
 ===================== ====================================================================================
 
-A copy is one slice of one lane, counted from 1 since the start. ``3`` strikes once, ``3+`` from then on. With
-``capture.`` or ``restore.`` before its name a fault concerns that lane alone, else both (each with its own count).
+A copy is one slice of one lane, counted from 1 since the start. ``3`` strikes once, ``3+`` from then on, ``3%`` every
+third one. With ``capture.`` or ``restore.`` before its name a fault concerns that lane alone, else both (each with its
+own count).
 """
 
 import os
@@ -40,12 +47,18 @@ FAULTS: Final = frozenset(
         "copy_sticky",
         "copy_stall",
         "copy_kill",
+        "copy_exit",
         "flip_source",
         "drain_error",
         "event_stuck",
         "shuttle_error",
         "pool_error",
         "boot_error",
+        "boot_oom",
+        "boot_stall",
+        "shuttle_kill",
+        "shuttle_stall",
+        "pool_close_stall",
         "leak_bytes",
         "slow_copy_s",
         "slow_pool_s",
@@ -77,6 +90,8 @@ class _Faults:
             return False
         if when.endswith("+"):
             return copy >= int(when[:-1])
+        if when.endswith("%"):
+            return copy % int(when[:-1]) == 0
         return copy == int(when)
 
     @property
@@ -88,9 +103,10 @@ class _Faults:
 class FaultyPool:
     """A pool whose event may be stuck."""
 
-    def __init__(self, inner: DevicePool, *, stuck: bool) -> None:
+    def __init__(self, inner: DevicePool, *, stuck: bool, stays: bool) -> None:
         self.inner = inner
         self._stuck = stuck
+        self._stays = stays
 
     @property
     def layout(self) -> StageLayout:
@@ -116,6 +132,8 @@ class FaultyPool:
 
     def close(self) -> None:
         """See `DevicePool`."""
+        if self._stays:
+            _stall()
         self.inner.close()
 
 
@@ -150,6 +168,17 @@ class FaultyCopier:
         """See `Copier`."""
         self._strike()
         return self._inner.complete_capture(slot)
+
+    def begin_digest(self, slot: int, work: SliceWork) -> None:
+        """See `Copier`. Counts as a copy, and can be killed like one."""
+        self._inner.begin_digest(slot, self._begin(work))
+
+    def complete_digest(self, slot: int) -> list[bytes]:
+        """See `Copier`."""
+        self._strike()
+        if self._faults.strikes("copy_kill", self._faults.copies):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._inner.complete_digest(slot)
 
     def complete_copy(self, slot: int, target: SliceWork) -> None:
         """See `Copier`."""
@@ -197,6 +226,8 @@ class FaultyCopier:
             raise DeviceFailure("device_error", "ordered loss of the device", sticky=True)
         if faults.strikes("copy_stall", faults.copies):
             _stall()
+        if faults.strikes("copy_exit", faults.copies):
+            os._exit(1)
 
     def _between(self, work: SliceWork) -> None:
         copy = next(number for begun, number in self._under_way if begun is work)
@@ -275,6 +306,12 @@ class FaultyDevice:
 
     def self_test(self) -> None:
         """See `Device`."""
+        if "boot_stall" in self._orders:
+            _stall()
+        if "boot_oom" in self._orders:
+            wanted_bytes = int(self._orders["boot_oom"])
+            text = "ordered lack of device memory"
+            raise DeviceFailure("out_of_memory", text, wanted_bytes=wanted_bytes, free_bytes=1 << 20)
         if "boot_error" in self._orders:
             raise DeviceFailure("device_error", "ordered failure of the self test")
         self._inner.self_test()
@@ -284,12 +321,20 @@ class FaultyDevice:
         time.sleep(float(self._orders.get("slow_pool_s", "0")))
         if "pool_error" in self._orders:
             raise PoolRefused(self._orders["pool_error"], "ordered failure of a pool")
-        return FaultyPool(self._inner.open_pool(stage, descriptor), stuck="event_stuck" in self._orders)
+        return FaultyPool(
+            self._inner.open_pool(stage, descriptor),
+            stuck="event_stuck" in self._orders,
+            stays="pool_close_stall" in self._orders,
+        )
 
     def add_shuttle(self, index: int, memory: memoryview) -> bool:
         """See `Device`."""
         if self._orders.get("shuttle_error") == str(index):
             raise DeviceFailure("device_error", f"ordered failure of shuttle {index}")
+        if self._orders.get("shuttle_kill") == str(index):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._orders.get("shuttle_stall") == str(index):
+            _stall()
         return self._inner.add_shuttle(index, memory)
 
     def copier(self, lane: LaneKind) -> FaultyCopier:

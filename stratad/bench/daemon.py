@@ -55,13 +55,12 @@ class StartTimes:
 class PrivateDaemon:
     """A daemon with its own run and state directory; use as a context manager."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", folder: Path, instance: str, started_s: float) -> None:
+    def __init__(self, folder: Path, instance: str, settings: Mapping[str, str]) -> None:
         self.run_dir: Final = folder / "run"
         self.instance: Final = instance
-        self.pid: Final = process.pid
-        self._process = process
-        self._folder = folder
-        self._started_s = started_s
+        self._settings: Final = settings
+        self._folder: Final = folder
+        self._process, self._started_s = self._launch()
 
     @classmethod
     def start(cls, settings: Mapping[str, str]) -> Self:
@@ -69,23 +68,40 @@ class PrivateDaemon:
         folder = Path(tempfile.mkdtemp(prefix="stratad-bench-"))
         instance = f"bench{os.getpid()}x{next(_numbers)}"
         try:
-            command = [sys.executable, "-P", "-m", "stratad", *_arguments(folder, instance, settings)]
-            with _log_path(folder).open("ab") as log:
-                started_s = time.perf_counter()
-                # A session of its own: Ctrl-C is for us, who then stop it in order.
-                process = subprocess.Popen(
-                    command,
-                    env=_environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread of ours runs yet
-                )
+            return cls(folder, instance, settings)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return cls(process, folder, instance, started_s)
+
+    def _launch(self) -> "tuple[subprocess.Popen[bytes], float]":
+        """A process of it, and when it was started."""
+        command = [sys.executable, "-P", "-m", "stratad", *_arguments(self._folder, self.instance, self._settings)]
+        with self.log_path.open("ab") as log:
+            started_s = time.perf_counter()
+            # A session of its own: Ctrl-C is for us, who then stop it in order.
+            process = subprocess.Popen(
+                command,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread that forks is waited for by it
+            )
+        return process, started_s
+
+    @property
+    def pid(self) -> int:
+        """Pid of the supervisor."""
+        return self._process.pid
+
+    def kill_and_start(self) -> float:
+        """SIGKILL the supervisor alone, and start the next one once it is gone; the `perf_counter` of the kill."""
+        killed_s = time.perf_counter()
+        self._process.kill()
+        self._process.wait()
+        self._process, self._started_s = self._launch()
+        return killed_s
 
     @property
     def log_path(self) -> Path:
@@ -109,14 +125,22 @@ class PrivateDaemon:
             raise
         return client, StartTimes(hello_s, workers_s, rss_bytes)
 
-    def _first_hello(self) -> Client:
-        """Connect as soon as the socket is there; the client's own pauses between attempts would blur the time."""
+    def wait_for_socket(self) -> None:
+        """Wait until it listens for clients.
+
+        Raises:
+            CommandError: it ended, or did not come up in time.
+        """
         until_s = self._started_s + _HELLO_TIMEOUT_S
         path = socket_paths(self.run_dir, self.instance).life
         while not listens(path, socket.SOCK_SEQPACKET):
             if self._process.poll() is not None or time.perf_counter() > until_s:
                 raise self._failed("did not accept a client")
             time.sleep(_RETRY_S)
+
+    def _first_hello(self) -> Client:
+        """Connect as soon as the socket is there; the client's own pauses between attempts would blur the time."""
+        self.wait_for_socket()
         try:
             return Client.connect(self.run_dir, self.instance, deadline_s=_CALL_DEADLINE_S, name="stratactl bench")
         except DeadlineExceeded as exc:

@@ -180,6 +180,8 @@ def expire(state: State) -> None:
     for worker in state.workers.values():
         if worker.former is not None and worker.former_by_s <= state.now_s:
             worker.former_by_s = math.inf
+            worker.life.killed_s = state.now_s
+            state.wake_by(state.now_s + state.settings.stuck_s)
             state.out.append(KillFormer(worker.name))
 
 
@@ -191,7 +193,7 @@ def former_gone(state: State, worker: Worker) -> None:
     for index in range(worker.former_shuttles):
         if index not in worker.sizes:
             state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, index)))
-    if worker.state is WorkerState.AWAITING:
+    if worker.state in (WorkerState.AWAITING, WorkerState.STUCK):
         worker.state = WorkerState.DEAD
         worker.detail = ""
         worker.next_start_s = state.now_s

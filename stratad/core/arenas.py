@@ -1,10 +1,19 @@
 """How arenas grow, and how a worker that was started again gets its shuttles back."""
 
+import math
+
 from ipc.messages import MakeShuttle, ShuttleReady
 from shm.extent import GRANULE_BYTES
 from shm.header import segment_name
+from stratad.core.arena import Arena
 from stratad.core.effects import KillWorker, SendTo, UnlinkSegment
 from stratad.core.state import State, Worker, WorkerState
+
+# After so many deaths in a row while the same new shuttle was made, it waits too.
+MAKING_DEATHS = 2
+# Between what shows that a process ends (a sticky failure, the end of its lifeline) and SIGKILL: time for it to end by
+# itself, and say by its status why.
+LEAVE_S = 1.0
 
 
 def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
@@ -30,6 +39,9 @@ def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
 
 def _make(state: State, worker: Worker, index: int, size_bytes: int, *, adopt: bool) -> None:
     worker.making = index
+    settings = state.settings
+    worker.life.making_by_s = state.now_s + settings.order_s + size_bytes / settings.link_floor_bytes_per_s
+    state.wake_by(worker.life.making_by_s)
     segment = segment_name(state.settings.instance, worker.name, index)
     state.out.append(SendTo(worker.name, MakeShuttle(index, segment, size_bytes, adopt)))
 
@@ -40,12 +52,14 @@ def shuttle_ready(state: State, worker: Worker, report: ShuttleReady) -> None:
         state.log("error", "shuttle not asked for", worker=worker.name, shuttle=report.index)
         return
     worker.making = None
+    worker.life.making_by_s = math.inf
     worker.skipped = 0
     _suffice(state, worker)
     worker.mapped.add(report.index)
     if report.locked:
         worker.locked.add(report.index)
     if report.index not in worker.sizes:
+        worker.making_deaths = 0
         worker.sizes[report.index] = state.settings.shuttle_bytes
         worker.segments[report.index] = segment_name(state.settings.instance, worker.name, report.index)
         worker.arena.add_shuttle(report.index, state.settings.shuttle_bytes)
@@ -79,15 +93,42 @@ def _suffice(state: State, worker: Worker) -> None:
         state.log("info", "shuttles can be made again", worker=worker.name)
 
 
-def kill(state: State, worker: Worker, code: str, reason: str) -> None:
-    """SIGKILL a worker's process; its jobs end with `code` once it is proven gone."""
+def kill(state: State, worker: Worker, code: str, reason: str, *, excused: bool = True) -> None:
+    """SIGKILL a worker's process; its jobs end with `code` once it is proven gone. `excused`: no copy is the cause."""
     worker.state = WorkerState.KILLED
     worker.kill_code = code
+    worker.life.killed_s = state.now_s
+    worker.life.killed_for = reason
+    worker.life.excused = excused
+    state.wake_by(state.now_s + state.settings.stuck_s)
     state.out.append(KillWorker(worker.name, worker.generation, reason))
 
 
 def drop_half_made(state: State, worker: Worker) -> None:
-    """After the proven end of a worker: a shuttle that it was making has a name and nothing else."""
+    """After the proven end of a worker: a shuttle that it was making has a name and nothing else. One that was new, and
+    during whose making processes died twice in a row, is not tried again at once: what the arena has is served.
+    """
     if worker.making is not None and worker.making not in worker.sizes:
         state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, worker.making)))
+        if not (worker.life.ordered or worker.life.culprit):
+            worker.making_deaths += 1
     worker.making = None
+
+
+def rest_from_growing(state: State, worker: Worker) -> None:
+    """A new process is ready: it does not at once try again to make what its forerunners died of."""
+    worker.grow_failed = ""
+    if worker.making_deaths >= MAKING_DEATHS:
+        worker.rests_until_s = state.now_s + state.settings.grow_again_s
+        worker.detail = f"arena cannot grow: {worker.making_deaths} processes in a row died while they made a shuttle"
+
+
+def make_empty(state: State, worker: Worker) -> None:
+    """Give all shuttles of a worker back. It is proven gone, and nothing is stored in them."""
+    assert worker.arena.used_granules == 0
+    state.out.extend(UnlinkSegment(segment) for segment in worker.segments.values())
+    worker.arena = state.catalog.arenas[worker.name] = Arena()
+    worker.segments.clear()
+    worker.sizes.clear()
+    worker.grow_failed = ""
+    worker.making_deaths = 0

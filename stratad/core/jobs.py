@@ -8,11 +8,14 @@ from ipc.messages import (
     Captured,
     CaptureJob,
     Copied,
+    CopyCommand,
     CopyJob,
     CudaIpcPool,
+    DigestJob,
     Failed,
     JobDone,
     JobFailed,
+    Marked,
     PartLoaded,
     PartStored,
     Progress,
@@ -23,8 +26,10 @@ from ipc.messages import (
 )
 from shm.extent import pack_places
 from shm.rows import pack_numbers
-from stratad.core import arenas, journaling
+from stratad.core import arenas, blame, journaling, marking
+from stratad.core.clean_marks import CleanMark, Marking
 from stratad.core.effects import SendTo
+from stratad.core.failures import Refusal
 from stratad.core.images import Image, StageDigests, StoredPiece
 from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
 from stratad.core.puts import Piece
@@ -40,6 +45,8 @@ def start(state: State, op: Operation) -> None:
     del state.waiting[op.op_id]
     for run in op.stages:
         run.generation = state.workers[run.worker].generation
+    if op.writes_rows:
+        marking.end_written(state, op)
     for run in op.stages if state.settings.parallel else op.stages[:1]:
         _send(state, op, run)
 
@@ -78,10 +85,11 @@ def _why_not(run: StageRun, worker: Worker) -> str:
     return "" if worker.generation == run.generation else "was started again meanwhile"
 
 
-def _command(
-    op: Operation, run: StageRun, pool: int, poll_event: bool, event_wait_s: float
-) -> CaptureJob | RestoreJob | CopyJob:
+def _command(op: Operation, run: StageRun, pool: int, poll_event: bool, event_wait_s: float) -> CopyCommand:
     rows, positions = run.rows.packed, pack_numbers(op.positions)
+    if op.marking is not None:
+        asked = pack_numbers(op.marking.asked[run.stage])
+        return DigestJob(run.job, pool, rows, op.token_count, asked, poll_event, positions, event_wait_s)
     if run.target is not None:
         target = run.target.packed
         return CopyJob(run.job, pool, rows, target, op.token_count, poll_event, positions, event_wait_s)
@@ -141,8 +149,9 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
     op, stage = found
     run = op.stages[stage]
     worker.moved_s[op.reads_rows] = state.now_s
-    if op.captures:
-        count = len(run.spans)
+    worker.life.did_well = True
+    if op.captures or op.marking is not None:
+        count = len(op.digested(run))
         if len(report.digests) != count * DIGEST_BYTES or worker.ready is None:
             _fail_stage(
                 state, op, run, "internal", f"worker answered {len(report.digests)} bytes of digests for {count} chunks"
@@ -162,7 +171,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
         copy_s=report.copy_s,
         lane_s=report.lane_s,
     )
-    state.count("moved_bytes", report.moved_bytes)
+    state.count("moved_bytes" if op.marking is None else "digested_bytes", report.moved_bytes)
     _lower(state, op, stage)
     _go_on(state, op)
 
@@ -174,6 +183,10 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
         state.log("error", "answer to no job", worker=worker.name, job=report.job)
         return
     op, stage = found
+    if report.sticky:  # it ends now; the next one serves
+        blame.accuse(state, worker, op)
+        worker.life.leaving_s = state.now_s + arenas.LEAVE_S
+        state.wake_by(worker.life.leaving_s)
     stored = op.stored(op.stages[stage]) if op.image is not None else ()
     if report.code == "damaged" and 0 <= report.chunk < len(stored):
         flagged = state.catalog.flag_damaged(stored[report.chunk])
@@ -219,7 +232,8 @@ def check_deadlines(state: State) -> None:
         late = [j for j, (op, stage) in worker.jobs.items() if due_s(worker, op, op.stages[stage]) <= state.now_s]
         if late:
             state.count("workers_hung")
-            arenas.kill(state, worker, "worker_hung", f"job {late[0]} passed its deadline")
+            blame.accuse(state, worker, worker.jobs[min(late)][0])  # lanes take their jobs in order
+            arenas.kill(state, worker, "worker_hung", f"job {min(late)} passed its deadline", excused=False)
 
 
 def _end_job(worker: Worker, job: int) -> tuple[Operation, int] | None:
@@ -298,16 +312,23 @@ def _finish(state: State, op: Operation) -> None:
     elif any(run.state is StageState.UNTOUCHED for run in op.stages):
         fail(state, op, "cancelled", "the operation was cancelled")
     elif op.image is not None:
+        blame.ended_well(state, op)
         _restored(state, op)
+    elif op.marking is not None:
+        _marked(state, op, op.marking)
+    elif op.mark is not None:
+        _rescued(state, op, op.mark)
     elif engine is not None and engine.marks.get(op.slot if op.captures else op.source_slot) == "poisoned":
         _disown_written(op)
         fail(state, op, "poisoned", "the slot was marked poisoned while it was read")
-    elif op.piece is not None:
-        _stored(state, op, op.piece)
-    elif op.captures:
-        _captured(state, op)
     else:
-        _copied(state, op)
+        blame.ended_well(state, op)
+        if op.piece is not None:
+            _stored(state, op, op.piece)
+        elif op.captures:
+            _captured(state, op)
+        else:
+            _copied(state, op)
 
 
 def _disown_written(op: Operation) -> None:
@@ -346,11 +367,54 @@ def _captured(state: State, op: Operation) -> None:
 
 def _published(state: State, op: Operation, image: Image, new_bytes: int) -> None:
     op.advance("publish")
-    state.count(f"{op.kind.value}s")
+    if op.mark is not None:
+        _note_rescue(state, op, op.mark)
+    else:
+        state.count(f"{op.kind.value}s")
     state.count("new_bytes", new_bytes)
     image_bytes = sum(run.job_bytes for run in op.stages)
     state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))
     release(state, op)
+
+
+def _marked(state: State, op: Operation, made: Marking) -> None:
+    """The contents of a slot are digested: they are declared, unless the slot was marked otherwise meanwhile."""
+    try:
+        marking.declare(state, op, made, [run.answer for run in op.stages if run.answer is not None])
+    except Refusal as refusal:
+        fail(state, op, refusal.code, refusal.message)
+        return
+    op.advance("declare")
+    state.count(f"{op.kind.value}s")
+    digested_bytes = sum(run.job_bytes for run in op.stages)
+    state.reply(op.client, Marked(op.seq, op.token_count, digested_bytes, op.outcomes))
+    release(state, op)
+
+
+def _rescued(state: State, op: Operation, mark: CleanMark) -> None:
+    """What a dead engine's slot held is copied: publish what of it is as it was declared."""
+    try:
+        marking.cut(state, op, mark, [run.answer for run in op.stages if run.answer is not None])
+    except Refusal as refusal:
+        fail(state, op, refusal.code, refusal.message)
+        return
+    _captured(state, op)
+
+
+def _note_rescue(state: State, op: Operation, mark: CleanMark) -> None:
+    rescue = state.engines[op.engine_id].rescue
+    if rescue is not None:
+        rescue.images += 1
+    state.count("rescued_images")
+    state.count("rescued_bytes", sum(span.length_bytes for run in op.stages for span in run.spans))
+    state.log(
+        "info",
+        "slot rescued",
+        engine=op.engine_id,
+        slot=op.slot,
+        tokens=op.token_count,
+        declared_tokens=mark.token_count,
+    )
 
 
 def _stored(state: State, op: Operation, piece: Piece) -> None:

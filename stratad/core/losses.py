@@ -1,5 +1,6 @@
 """Shuttles that cannot be had: a shortage passes and is tried again, a lost segment takes its images along."""
 
+import math
 from collections.abc import Iterable
 
 from ipc.messages import ShuttleFailed
@@ -24,8 +25,11 @@ def shuttle_failed(state: State, worker: Worker, report: ShuttleFailed) -> None:
         state.log("error", "shuttle not asked for", worker=worker.name, shuttle=report.index)
         return
     worker.making = None
+    worker.life.making_by_s = math.inf
     state.count("shuttles_failed")
     held = report.index in worker.sizes
+    if not held:
+        worker.making_deaths = 0
     if held and report.code in _LOST:
         lose_shuttle(state, worker, report.index, report.message)
         arenas.tend(state, worker)

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Final, Protocol
 
 from ipc.listening import listens
-from ipc.messages import ImageDetail, ImageInfo, MemoryReply, StatsReply, Welcome
+from ipc.messages import ImageDetail, ImageInfo, MemoryReply, StatsReply, Welcome, WorkerOrdered
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError, JsonObject
 from stratad.errors import DeadlineExceeded, Lost, ProtocolError, StratadError
@@ -62,6 +62,18 @@ class DaemonClient(Protocol):
 
     def clear(self, namespace: str) -> int:
         """Drop what is not pinned; returns how many went."""
+        ...
+
+    def lift(self, namespace: str, conversation: str = "", *, image_id: int = 0) -> int:
+        """Lift quarantines; returns how many there were."""
+        ...
+
+    def restart_worker(self, worker: str) -> WorkerOrdered:
+        """End a worker's process and start the next."""
+        ...
+
+    def reset_worker(self, worker: str, *, force: bool = False) -> WorkerOrdered:
+        """The same with an empty arena."""
         ...
 
     def close(self) -> None:
@@ -191,6 +203,9 @@ _FIXES: Final[dict[str, str]] = {
     "pinned": "unpin it first with `stratactl pin --off`, or drop it with --force, or only another one with --image",
     "image_busy": "try again when the operation in flight has ended (`stratactl status` shows it)",
     "not_permitted": "run stratactl as the user whose engine owns the namespace, or as an admin of the daemon",
+    "arena_in_use": "see them with `stratactl list`; restart the worker, which keeps them, or reset it with --force",
+    "worker_unavailable": "look at `stratactl status` and at the kernel's log: only the end of that process, or of the "
+    "host, gives the device back",
     "stopping": "the daemon is stopping: wait for the next one",
 }
 

@@ -1,6 +1,7 @@
 """What stratactl shows: tables, sizes, and the JSON keys that scripts read."""
 
 import json
+import re
 
 import msgspec
 import pytest
@@ -204,3 +205,15 @@ def test_show_says_that_a_name_has_more_images(others: tuple[int, ...], text: st
 def test_counts_are_in_the_answer() -> None:
     assert images.clear(FakeClient(), "tenant").data == {"count": 0}
     assert images.drop(FakeClient(), "tenant", "chat", force=True).data == {"count": 1}
+
+
+def test_status_shows_declared_slots_and_a_rescue() -> None:
+    (engine,) = STATS.engines
+    clean = msgspec.structs.replace(engine, clean_slots=2, clean_tokens=1200)
+    dying = msgspec.structs.replace(engine, engine_id=8, rescue="1 of 2 slots, 0 images")
+    answer = describe(msgspec.structs.replace(STATS, engines=(clean, dying)), lambda _: None)
+    at = next(n for n, line in enumerate(answer.lines) if "declared" in line)
+    cells = [re.split(r"\s{2,}", line.strip()) for line in answer.lines[at : at + 3]]
+    shown = [(row[cells[0].index("declared")], row[cells[0].index("rescue")]) for row in cells[1:]]
+    assert shown == [("2 (1200 tokens)", "-"), ("-", "1 of 2 slots, 0 images")]
+    assert [entry["clean_tokens"] for entry in answer.data["engines"]] == [1200, 0]  # type: ignore[index, union-attr, call-overload]

@@ -11,6 +11,7 @@ from shm.extent import GRANULE_BYTES, pack_places
 from shm.gpu_runtime import GpuError, GpuRuntime
 from shm.layout import Plane, StageLayout
 from tests.support.layouts import packed_positions, packed_rows, positions, stage_layout
+from tests.unit.workers.fake_gpu import AT_ONCE, UUID
 from tests.unit.workers.gpu_rig import Gpu
 from tests.unit.workers.rig import KEY, NEVER, model_chunk, paged_layout, slot_layout, written_bytes
 from workers.cuda_copier import LOCK_STEP_BYTES
@@ -290,3 +291,17 @@ def test_no_such_gpu(runtime: GpuRuntime) -> None:
         CudaDevice.open("GPU-ff", Digester(KEY), slice_bytes=1, staging_bytes=1)
     with pytest.raises(GpuError, match="error 101"):
         runtime.set_device(1)
+
+
+@pytest.mark.parametrize("runtime", [AT_ONCE], indirect=True)
+def test_a_start_for_which_device_memory_is_lacking_says_how_much(runtime: GpuRuntime) -> None:
+    staging_bytes = 8 << 30  # more than the fake has
+    assert runtime.memory_info()[0] == 1
+    device = CudaDevice.open(UUID, Digester(KEY), slice_bytes=1 << 20, staging_bytes=staging_bytes)
+    with pytest.raises(DeviceFailure) as caught:
+        device.copier(LaneKind.CAPTURE)
+    assert caught.value.code == "out_of_memory"
+    assert caught.value.free_bytes == 1
+    # Two slots a lane, and their tables, less what was allocated before.
+    assert 4 * staging_bytes - device.device_bytes < caught.value.wanted_bytes < 4 * staging_bytes + (64 << 20)
+    device.close()
