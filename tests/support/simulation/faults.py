@@ -20,6 +20,8 @@ class Faults:
             "worker_exit": self._worker_exit,
             "worker_hang": self._worker_hang,
             "worker_boot": self._worker_boot,
+            "worker_stuck": self._worker_stuck,
+            "no_memory": self._no_memory,
             "device_lost": lambda: self._job_fails("device_error", sticky=True),
             "device_error": lambda: self._job_fails("device_error"),
             "out_of_memory": lambda: self._job_fails("out_of_memory"),
@@ -73,6 +75,20 @@ class Faults:
         process = self._worker(lambda p: p.busy or not p.ready)
         if process is not None:
             process.hung = True
+        return process is not None
+
+    def _worker_stuck(self) -> bool:
+        """It hangs, and SIGKILL does not end it at once."""
+        process = self._worker(lambda p: p.busy)
+        if process is not None:
+            process.hung = True
+            process.lingers_s = self.world.settings.stuck_s + 2.0
+        return process is not None
+
+    def _no_memory(self) -> bool:
+        process = self._worker(lambda p: not p.ready)
+        if process is not None:
+            process.no_memory = True
         return process is not None
 
     def _worker_boot(self) -> bool:

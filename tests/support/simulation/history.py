@@ -158,7 +158,7 @@ class History:
         orphans = [p for p in world.processes if p.orphan and p.alive and not (p.hung or (p.foreign and lingers))]
         if orphans:
             kinds.append(lambda: self.rng.choice(orphans).end("its supervisor is gone"))
-        ending = [p for p in world.processes if p.exited or p.doomed]
+        ending = [p for p in world.processes if p.exited or (p.doomed and p.dies_s <= world.now_s)]
         if ending:
             process = self.rng.choice(ending)
             kinds.append(lambda: world.vanish(process))

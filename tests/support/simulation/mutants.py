@@ -140,7 +140,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "a worker that was told to die is given jobs",
         "stratad.core.state",
-        "        return self.state is WorkerState.READY",
+        "        return self.state is WorkerState.READY and self.life.leaving_s == math.inf",
         "        return self.state in (WorkerState.READY, WorkerState.KILLED)",
         seeds=3000,
     ),
@@ -263,8 +263,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "damaged images are found by their tokens",
         "stratad.core.catalog",
-        "            if image.image_id in self.images:",
-        "            if image.image_id in self.transits:",
+        "            if image.findable and image.image_id in self.images:",
+        "            if image.findable and image.image_id in self.transits:",
         seeds=2000,
     ),
     # --- the journal --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ipc.messages import (
+    BootFailed,
     CancelJob,
     CaptureJob,
     Census,
@@ -96,6 +97,9 @@ class SimWorker:
     foreign: bool = False  # the latter: its pid means nothing there
     gone: bool = False
     reason: str = ""
+    no_memory: bool = False  # it will find none on its device
+    lingers_s: float = 0.0  # after SIGKILL, until it is gone
+    dies_s: float = 0.0  # not before this
     late_steps: int = 0  # that may still land once it is doomed
     shuttle_fault: str = ""
     pool_fault: str = ""
@@ -114,8 +118,11 @@ class SimWorker:
         return bool(self.lanes[True] or self.lanes[False])
 
     def boot(self) -> None:
-        """Get ready."""
+        """Get ready, or say why not and wait to be stopped."""
         self.ready = True
+        if self.no_memory:
+            self.outbox.append(BootFailed("out_of_memory", "no device memory", 1 << 30, 1 << 20))
+            return
         self.outbox.append(WorkerReady(self.name, "host", ALGORITHM, KEY_ID, "simulated", (0,), 0.01))
 
     def end(self, reason: str) -> None:

@@ -284,6 +284,7 @@ class World:
             process.doomed = True
             process.reason = reason
             process.inbox.clear()
+            process.dies_s = self.now_s + process.lingers_s
             process.late_steps = self.rng.choice((0, 1, 2, 4))
 
     def fork(self, name: str, generation: int) -> None:
