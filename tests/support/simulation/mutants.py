@@ -103,7 +103,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "a hung worker's extents and rows are free before its end is proven",
         "stratad.core.jobs",
-        '            arenas.kill(state, worker, "worker_hung", f"job {late[0]} passed its deadline")',
+        '            arenas.kill(state, worker, "worker_hung", f"job {min(late)} passed its deadline", excused=False)',
         '            arenas.kill(state, worker, "worker_hung", "late"); worker_gone(state, worker, "worker_hung", "late")',  # noqa: E501
     ),
     Mutant(
