@@ -39,7 +39,15 @@ class Faults:
             "supervisor_kill_later": self._supervisor_kill_later,
             "journal": self._journal,
         }
-        self._names = [*self._kinds, "corrupt", "corrupt", "worker_kill", "supervisor_kill"]  # these more often
+        self._names = [
+            *self._kinds,
+            "corrupt",
+            "corrupt",
+            "worker_kill",
+            "supervisor_kill",
+            "client_kill",
+            "client_kill",
+        ]  # these more often
 
     def strike(self) -> bool:
         """Do something bad, now and then."""
@@ -142,6 +150,7 @@ class Faults:
         client = world.rng.choice(world.clients)
         if client.number == 0:
             return False
+        world.dead.add(client.pid)
         number, client.pid = client.number, client.pid + 100
         for slot_owner in client.engines:
             slot_owner.die()

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Final
 
+from ipc.messages import CaptureJob
 from stratad.core.state import WorkerState
 from tests.support.simulation import succession
 from tests.support.simulation.client import SimClient
@@ -123,7 +124,7 @@ class History:
         if process.doomed:
             process.late_steps -= 1
         job = process.lanes[lane][0]
-        if lane and not job.written and job.at == 0 and job.staging is None and self.rng.random() < 0.25:
+        if isinstance(job.message, CaptureJob) and job.at == 0 and job.staging is None and self.rng.random() < 0.25:
             process.read_ahead(job)
         else:
             process.step(lane)
@@ -164,10 +165,18 @@ class History:
             kinds.append(lambda: world.vanish(process))
         if world.exits:
             kinds.append(self._notice)
+        ended = [client for client, pid in world.awaited.items() if pid in world.dead]
+        if ended:
+            kinds.append(lambda: self._engine_ended(ended[0]))
         if not kinds:
             return False
         self.rng.choice(kinds)()
         return True
+
+    def _engine_ended(self, client: int) -> None:
+        world = self.world
+        del world.awaited[client]
+        world.event(Cause("process_ended"), lambda: world.core.process_ended(client, world.at))
 
     def _notice(self) -> None:
         process = self.world.exits.popleft()

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ipc.messages import CaptureJob, CopyJob, RestoreJob
+from ipc.messages import CaptureJob, CopyJob, DigestJob, RestoreJob
 from shm.extent import unpack_places
 from shm.rows import unpack_rows
 from tests.support.simulation.content import Place, Pool, check, granules_of
@@ -68,7 +68,7 @@ class JobWatch:
         named = row_numbers(command.rows)
         targets = row_numbers(command.target_rows) if isinstance(command, CopyJob) else frozenset()
         places: frozenset[Place] = frozenset()
-        if not isinstance(command, CopyJob):
+        if not isinstance(command, CopyJob | DigestJob):
             places = frozenset(
                 (process.name, shuttle, granule)
                 for place in unpack_places(command.places)

@@ -21,7 +21,7 @@ from tests.support.simulation.tally import Tally, counted_tables, wanted
 
 TOOL: Final = mutants.ROOT / "tools" / "simulate.py"
 # Of fewer seeds nobody can ask that they reach everything.
-ENOUGH_SEEDS: Final = 1_000
+ENOUGH_SEEDS: Final = 2_000
 LEAST_EVENTS, LEAST_CONVERSATIONS, LEAST_STAGES = 50, 3, 2
 SHOWN_VIOLATIONS: Final = 20
 # A world is full of cycles, and small: collected all at once they cost a fifth less time.

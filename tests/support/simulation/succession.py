@@ -60,6 +60,7 @@ def died(world: "World") -> None:
     world.doomed_orders.clear()
     world.current.clear()
     world.formers.clear()
+    world.awaited.clear()
     world.exits.clear()
     for process in world.processes:
         process.orphan = True

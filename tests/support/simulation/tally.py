@@ -104,12 +104,6 @@ FAULTS: Final = (
 )  # fmt: skip
 
 
-# Marks that declare contents, and the rescue that follows from them: no client of the simulation makes them yet.
-NOT_SIMULATED: Final = frozenset(
-    {"core:marks", "core:marks_failed", "core:rescues", "core:rescues_failed", "op:copying:declare"}
-)
-
-
 def wanted() -> set[str]:
     """Every name that a run must have counted."""
     names = {f"fault:{fault}" for fault in FAULTS}
@@ -128,4 +122,4 @@ def wanted() -> set[str]:
     }
     names |= {"core:images_adopted", "adoption:same pids", "adoption:other pids"}
     names |= {"progress:accepted", "progress:source_free", "reply:WorkersChanged", "reply:Found", "reply:Parts"}
-    return names - NOT_SIMULATED
+    return names

@@ -13,6 +13,7 @@ from ipc.messages import (
     ClosePool,
     Command,
     CopyJob,
+    DigestJob,
     JobDone,
     JobFailed,
     MakeShuttle,
@@ -43,7 +44,7 @@ from tests.support.simulation.content import (
 )
 from workers.jobs import ChunkWork, JobRefused, capture_chunks, copy_chunks, restore_chunks
 
-AnyJob: TypeAlias = CaptureJob | RestoreJob | CopyJob
+AnyJob: TypeAlias = CaptureJob | RestoreJob | CopyJob | DigestJob
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +150,7 @@ class SimWorker:
                     self.closing.add(command.pool)
                 else:
                     self._close_pool(command.pool)
-            case CaptureJob() | RestoreJob() | CopyJob():
+            case CaptureJob() | RestoreJob() | CopyJob() | DigestJob():
                 self._start(command)
             case CancelJob():
                 for lane in self.lanes.values():
@@ -230,6 +231,9 @@ class SimWorker:
             case CopyJob():
                 works = copy_chunks(layout, message.tokens, positions)
                 written = [_rows(packed) for packed in message.target_rows]
+            case DigestJob():
+                every = copy_chunks(layout, message.tokens, positions)
+                works = [every[number] for number in unpack_numbers(message.chunks)]
             case RestoreJob():
                 works = restore_chunks(
                     layout,
@@ -275,7 +279,7 @@ class SimWorker:
     def tear(self, lane: bool, share: float) -> None:
         """Leave the next chunk half done: the process died in the middle of its copy."""
         job = self.lanes[lane][0]
-        if job.at == len(job.works):
+        if job.at == len(job.works) or isinstance(job.message, DigestJob):
             return
         work = job.works[job.at]
         if isinstance(job.message, CaptureJob):
@@ -310,6 +314,8 @@ class SimWorker:
                     self._end(job, JobFailed(0, "damaged", f"chunk {work.number} is damaged", work.number))
                 return
             self._write_rows(job, work, content[: work.live_rows])
+        elif isinstance(job.message, DigestJob):
+            job.digests.append(digest_of(self._read_rows(job, work)))
         else:
             self._write_rows(job, work, self._read_rows(job, work))
 
