@@ -128,7 +128,8 @@ class Faults:
         segment = world.segment_of(worker, shuttle)
         if segment is None or granule not in segment.granules:
             return False
-        segment.granules[granule] = tuple(row ^ 1 for row in segment.granules[granule])
+        noise = world.rng.randrange(1, 1 << 40)  # never twice the same damage
+        segment.granules[granule] = tuple(row ^ noise for row in segment.granules[granule])
         segment.corrupted.add(granule)
         return True
 

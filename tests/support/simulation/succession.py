@@ -74,6 +74,12 @@ def next_daemon(world: "World") -> None:
     """It replays the journal, takes over what it can, and removes what it does not know."""
     same_pids = world.rng.random() < 0.85
     world.tally.counts["adoption:same pids" if same_pids else "adoption:other pids"] += 1
+    # Which shuttles are sealed is not written down, so the next daemon but one relies on such a process having ended.
+    for process in [process for process in world.processes if process.foreign]:
+        process.gone = True
+        world.processes.remove(process)
+        for client in world.clients:
+            client.process_gone((process.name, process.pid))
     for process in world.processes:
         process.foreign = process.foreign or not (same_pids or process.unprovable)
         process.unprovable = process.unprovable or process.foreign
