@@ -8,6 +8,7 @@ The exit status is 0 if nothing was found, everything was reached, and every mut
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--mutant", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is not None:
+        gc.disable()  # see `run_seeds`
         print(json.dumps(runner.run_seeds(*options.part)._asdict()))
         return 0
     if options.mutant is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -154,6 +154,7 @@ class ClientMachine(RuleBasedStateMachine):
             assert self.contents(slot, asked) == wanted
             if taken:
                 del self.images[conversation]
+                self.refused("unknown_conversation", lambda: start(conversation, self.rows(slot, asked)).result())
             self.reached.add("take" if taken else "restore")
 
     @rule(conversation=conversations, force=st.booleans())
@@ -222,6 +223,8 @@ class ClientMachine(RuleBasedStateMachine):
         assert self.contents(slot, count) == kept.contents
         if not keep:
             del self.transits[source]
+            rows = self.rows(slot, count)
+            self.refused("unknown_image", lambda: self.engine.engine.slot_from(source, rows, slot).result())
         self.reached.add("slot_from")
 
     # --- puts and gets ------------------------------------------------------------------------------------------------
@@ -305,6 +308,7 @@ def test_the_client_and_a_dictionary_agree() -> None:
                 derandomize=True,
                 database=None,
                 deadline=None,
+                phases=(Phase.generate,),  # to shrink a failure takes as many faults again, minutes of them
                 suppress_health_check=list(HealthCheck),
             ),
         )

@@ -1,6 +1,7 @@
 """The simulator finds nothing in the core, reaches everything, and catches each rule that is broken on purpose."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,8 @@ import pytest
 
 from tests.support.simulation import mutants, runner
 from tests.support.simulation.mutants import MUTANTS, Mutant, StaleMutant
+from tests.support.simulation.runner import Part
+from tests.support.simulation.tally import wanted
 
 SEEDS = 2_000
 TOOL_S = 60.0
@@ -25,7 +28,33 @@ def test_no_seed_breaks_an_invariant_and_everything_is_reached() -> None:
 def test_every_broken_rule_is_caught_by_an_invariant() -> None:
     caught = runner.run_mutants()
     assert [one.name for one in caught if not one.found] == []
+    assert all(re.match(r"seed \d+, step \d+: \w", one.found) for one in caught)
     assert len(caught) == len(MUTANTS) >= 18
+
+
+EVERYTHING = dict.fromkeys(wanted(), 1)
+FULL = [(80, 4, 2)] * runner.ENOUGH_SEEDS
+
+
+def test_a_run_passes_when_nothing_was_found_and_all_was_reached() -> None:
+    result = runner.summary([Part(EVERYTHING, FULL, [], 0)], 10.0, 2)
+    assert result["passed"]
+    assert (result["seeds"], result["events"], result["missing"]) == (len(FULL), 80 * len(FULL), [])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Part(EVERYTHING, FULL, ["seed 1, step 2: wrong bytes"], 0),
+        Part({**EVERYTHING, "fault:corrupt": 0}, FULL, [], 0),
+        Part(EVERYTHING, [(49, 4, 2)] * len(FULL), [], 0),
+        Part(EVERYTHING, [(80, 2, 2)] * len(FULL), [], 0),
+        Part(EVERYTHING, [(80, 4, 1)] * len(FULL), [], 0),
+    ],
+    ids=["violation", "missing", "events", "conversations", "stages"],
+)
+def test_a_run_fails(part: Part) -> None:
+    assert not runner.summary([part], 10.0, 2)["passed"]
 
 
 def test_the_names_of_mutants_differ() -> None:

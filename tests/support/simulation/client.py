@@ -18,6 +18,7 @@ from ipc.messages import (
     Drop,
     Failed,
     GetBegin,
+    GetPart,
     Goodbye,
     Hello,
     ListImages,
@@ -181,8 +182,10 @@ class SimClient:
             return self._capture(engine, slot)
         if roll < 0.75 and self.known:
             return self._restore(engine, slot)
-        if roll < 0.97:
+        if roll < 0.86:
             return self._slot_copy(engine, slot)
+        if slot.tokens and self.rng.random() < 0.8:
+            return self._declare(engine, slot)
         return self._mark(engine, slot, self.rng.choice(("clean", "dirty", "poisoned")))
 
     def deadline_s(self) -> float:
@@ -215,28 +218,18 @@ class SimClient:
         """Restore whatever is there; the rows for the largest image are named, and mostly all its tokens asked for. A
         careless client does not ask itself whether the rows are free.
         """
+        tokens = -1 if engine.has_state or self.rng.random() < 0.8 else self.rng.choice((1, 4, 5))
         request = Restore(
             self.next_seq(),
             engine.engine_id,
             self._conversation(there=True),
-            engine.rows(slot, 12),
+            engine.rows(slot, 12 if tokens == -1 else tokens),
             slot.number,
             "host",
-            tokens=-1 if engine.has_state or self.rng.random() < 0.8 else self.rng.choice((1, 4, 5)),
+            tokens=tokens,
             take=self.rng.random() < 0.35,
             deadline_s=self.deadline_s(),
         )
-        if request.tokens != -1:
-            request = Restore(
-                request.seq,
-                request.engine_id,
-                request.conversation,
-                engine.rows(slot, request.tokens),
-                request.slot,
-                "host",
-                tokens=request.tokens,
-                take=request.take,
-            )
         before = [] if careless else engine.snapshot(slot)
         self.send(request, Pending(request, engine, (slot,), slot, before))
         return True
@@ -269,6 +262,15 @@ class SimClient:
             self.send(request, Pending(request, engine, (slot, target), target, before, slot.tokens))
         else:
             return False
+        return True
+
+    def _declare(self, engine: SimEngine, slot: Slot) -> bool:
+        """Mark a slot clean and say what it holds: that outlives the engine."""
+        tokens = slot.tokens or []
+        rows = engine.rows(slot, len(tokens))
+        packed, seq = pack_numbers(tokens), self.next_seq()
+        request = Mark(seq, engine.engine_id, slot.number, "clean", slot.conversation, packed, rows)
+        self.send(request, Pending(request, engine, (slot,)))
         return True
 
     def _mark(self, engine: SimEngine, slot: Slot, mark: str) -> bool:
@@ -387,6 +389,8 @@ class SimClient:
             self._give_up_put(request, engine)
         elif isinstance(request, PutBegin):
             engine.put = None
+        elif isinstance(request, GetPart) and reply.code == "unknown_get":
+            engine.get = None
         elif isinstance(request, SlotFrom) and reply.code in ("unknown_image", "damaged"):
             engine.transits.pop(request.source_slot, None)
         elif isinstance(request, Register):

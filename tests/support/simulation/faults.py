@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from tests.support.simulation import succession
+from tests.support.simulation.image_watch import Cause
 from tests.support.simulation.worker import SimWorker
 from tests.support.simulation.world import World
 
@@ -19,6 +20,8 @@ class Faults:
             "worker_exit": self._worker_exit,
             "worker_hang": self._worker_hang,
             "worker_boot": self._worker_boot,
+            "worker_stuck": self._worker_stuck,
+            "no_memory": self._no_memory,
             "device_lost": lambda: self._job_fails("device_error", sticky=True),
             "device_error": lambda: self._job_fails("device_error"),
             "out_of_memory": lambda: self._job_fails("out_of_memory"),
@@ -31,11 +34,20 @@ class Faults:
             "template_kill": self._template_kill,
             "clock_step": self._clock_step,
             "stall": self._stall,
+            "stood_still": self._stood_still,
             "supervisor_kill": self._supervisor_kill,
             "supervisor_kill_later": self._supervisor_kill_later,
             "journal": self._journal,
         }
-        self._names = [*self._kinds, "corrupt", "corrupt", "worker_kill", "supervisor_kill"]  # these more often
+        self._names = [
+            *self._kinds,
+            "corrupt",
+            "corrupt",
+            "worker_kill",
+            "supervisor_kill",
+            "client_kill",
+            "client_kill",
+        ]  # these more often
 
     def strike(self) -> bool:
         """Do something bad, now and then."""
@@ -73,6 +85,20 @@ class Faults:
             process.hung = True
         return process is not None
 
+    def _worker_stuck(self) -> bool:
+        """It hangs, and SIGKILL does not end it at once."""
+        process = self._worker(lambda p: p.busy)
+        if process is not None:
+            process.hung = True
+            process.lingers_s = self.world.settings.stuck_s + 2.0
+        return process is not None
+
+    def _no_memory(self) -> bool:
+        process = self._worker(lambda p: not p.ready)
+        if process is not None:
+            process.no_memory = True
+        return process is not None
+
     def _worker_boot(self) -> bool:
         process = self._worker(lambda p: not p.ready)
         if process is not None:
@@ -102,7 +128,8 @@ class Faults:
         segment = world.segment_of(worker, shuttle)
         if segment is None or granule not in segment.granules:
             return False
-        segment.granules[granule] = tuple(row ^ 1 for row in segment.granules[granule])
+        noise = world.rng.randrange(1, 1 << 40)  # never twice the same damage
+        segment.granules[granule] = tuple(row ^ noise for row in segment.granules[granule])
         segment.corrupted.add(granule)
         return True
 
@@ -124,6 +151,7 @@ class Faults:
         client = world.rng.choice(world.clients)
         if client.number == 0:
             return False
+        world.dead.add(client.pid)
         number, client.pid = client.number, client.pid + 100
         for slot_owner in client.engines:
             slot_owner.die()
@@ -159,6 +187,14 @@ class Faults:
     def _stall(self) -> bool:
         """Nothing happens for a while, but time passes."""
         self.world.now_s += self.world.rng.choice((1.0, 6.0, 70.0))
+        return True
+
+    def _stood_still(self) -> bool:
+        """The daemon itself was stopped for a while, and notices."""
+        world = self.world
+        lost_s = world.rng.choice((2.0, 8.0))
+        world.now_s += lost_s
+        world.event(Cause("stood_still"), lambda: world.core.stood_still(lost_s, world.at))
         return True
 
     def _supervisor_kill(self) -> bool:

@@ -109,7 +109,10 @@ class Guard:
             case Restored():
                 self._check_restored(reply, request, pending)
                 if isinstance(request, Restore) and request.take:
-                    self.images.taken[reply.image_id] = (client, request.engine_id)
+                    owner = (client, request.engine_id)
+                    if owner not in self.images.closed:  # a closed engine holds nothing any more
+                        self.images.taken[reply.image_id] = owner
+                        self.images.taken_s[reply.image_id] = self.world.now_s
             case Copied():
                 self._check_memory(pending, pending.tokens, "copied")
             case PartLoaded() if pending.target is not None and pending.engine is not None and pending.tokens:

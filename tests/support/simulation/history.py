@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Final
 
+from ipc.messages import CaptureJob
 from stratad.core.state import WorkerState
 from tests.support.simulation import succession
 from tests.support.simulation.client import SimClient
@@ -24,7 +25,7 @@ class History:
         self.seed = seed
         self.world = World.make(seed, tally, story)
         self.rng = self.world.rng
-        self.steps = self.rng.choice((250, 350, 500))
+        self.steps = self.rng.choice((180, 280, 420))
         self.faults = Faults(self.world, self.rng.choice((0.0, 0.01, 0.03, 0.06)))
         # What may happen next, and how far up to 1 the share of each reaches. Time can always pass.
         self._bounds = (0.22, 0.40, 0.48, 0.62, 0.78, 0.92, 0.97)
@@ -51,6 +52,9 @@ class History:
             self._end()
         except (InvariantViolated, CoreCrashed) as found:
             raise Broken(self.seed, world.step_number, found) from found
+        except Exception as bug:
+            bug.add_note(f"a bug of the simulator's own, in seed {self.seed}")
+            raise
         world.tally.end(world.core.state)
 
     # --- the scheduler ------------------------------------------------------------------------------------------------
@@ -120,7 +124,7 @@ class History:
         if process.doomed:
             process.late_steps -= 1
         job = process.lanes[lane][0]
-        if lane and not job.written and job.at == 0 and job.staging is None and self.rng.random() < 0.25:
+        if isinstance(job.message, CaptureJob) and job.at == 0 and job.staging is None and self.rng.random() < 0.25:
             process.read_ahead(job)
         else:
             process.step(lane)
@@ -151,19 +155,28 @@ class History:
         kinds: list[Callable[[], None]] = []
         if world.orders:
             kinds.append(lambda: world.fork(*world.orders.popleft()))
-        orphans = [p for p in world.processes if p.orphan and p.alive and not p.hung]
+        lingers = self.rng.random() < 0.8  # a process that nobody can prove gone is worth waiting for
+        orphans = [p for p in world.processes if p.orphan and p.alive and not (p.hung or (p.foreign and lingers))]
         if orphans:
             kinds.append(lambda: self.rng.choice(orphans).end("its supervisor is gone"))
-        ending = [p for p in world.processes if p.exited or p.doomed]
+        ending = [p for p in world.processes if p.exited or (p.doomed and p.dies_s <= world.now_s)]
         if ending:
             process = self.rng.choice(ending)
             kinds.append(lambda: world.vanish(process))
         if world.exits:
             kinds.append(self._notice)
+        ended = [client for client, pid in world.awaited.items() if pid in world.dead]
+        if ended:
+            kinds.append(lambda: self._engine_ended(ended[0]))
         if not kinds:
             return False
         self.rng.choice(kinds)()
         return True
+
+    def _engine_ended(self, client: int) -> None:
+        world = self.world
+        del world.awaited[client]
+        world.event(Cause("process_ended"), lambda: world.core.process_ended(client, world.at))
 
     def _notice(self) -> None:
         process = self.world.exits.popleft()

@@ -34,6 +34,8 @@ class ImageWatch:
     published: dict[Place, int] = field(default_factory=dict)
     pinned: set[int] = field(default_factory=set)
     taken: dict[int, tuple[int, int]] = field(default_factory=dict)  # not acknowledged yet, by client and engine
+    taken_s: dict[int, float] = field(default_factory=dict)  # since when
+    closed: set[tuple[int, int]] = field(default_factory=set)  # engines that want to end, by client and engine
     transits: set[int] = field(default_factory=set)
     tokens: dict[int, bytes] = field(default_factory=dict)  # of every image that ever was
     cause: Cause = field(default_factory=Cause)
@@ -105,6 +107,7 @@ class ImageWatch:
             case _:
                 pass
         check(not pinned, f"pinned image {image_id} was evicted ({self.cause.name})")
+        self._end_lease(image_id)
         check(image_id not in self.taken, f"image {image_id} ended before its taker acknowledged ({self.cause.name})")
         reading = [
             op.op_id
@@ -112,6 +115,12 @@ class ImageWatch:
             if op.image is not None and op.image.image_id == image_id
         ]
         check(not reading, f"image {image_id} was evicted while operation {reading} reads it")
+
+    def _end_lease(self, image_id: int) -> None:
+        """Another client may have needed the place of what was taken and not asked for again since long."""
+        world = self.world
+        if image_id in self.taken and world.now_s - self.taken_s[image_id] >= world.settings.lease_s:
+            del self.taken[image_id]
 
     def _superseded(self, name: tuple[str, str, str]) -> bool:
         """Whether this event published another image of that name, which then made room itself."""
@@ -130,6 +139,7 @@ class ImageWatch:
     def request_came(self, client: int, request: Request) -> None:
         """A request that may end takes is about to be served."""
         if isinstance(request, Unregister):
+            self.closed.add((client, request.engine_id))
             self.taken = {n: owner for n, owner in self.taken.items() if owner != (client, request.engine_id)}
         elif isinstance(request, Release) and self.taken.get(request.image_id) == (client, request.engine_id):
             del self.taken[request.image_id]
@@ -149,6 +159,7 @@ class ImageWatch:
     def daemon_gone(self) -> None:
         """What only the daemon knew is gone."""
         self.taken.clear()
+        self.closed.clear()
         for record in self.world.journal.in_hand:
             self.pinned.discard(getattr(record, "image_id", 0))
 
@@ -164,8 +175,9 @@ class ImageWatch:
         lost = before.keys() - now.keys() - doubtful
         check(not lost, f"published images are lost with the daemon: {sorted(lost)}")
         check(now.keys() == world.journal.live.keys(), "what was adopted is not what the journal holds")
-        unpinned = [n for n in self.pinned & now.keys() if not now[n].pinned]
-        check(not unpinned, f"images lost their pin with the daemon: {unpinned}")
+        # That a pin was lifted may have been written down although nobody was told any more.
+        differing = [n for n, record in world.journal.live.items() if record.pinned != now[n].pinned]
+        check(not differing, f"images have not the pin that the journal says: {differing}")
         if world.journal.failures:
             self.audit.reported = {}
         self.transits = set()
@@ -173,7 +185,7 @@ class ImageWatch:
             n: (image.scope.namespace, image.conversation, image.scope.fingerprint) for n, image in now.items()
         }
         self.tokens.update({n: image.tokens for n, image in now.items()})
-        self.pinned &= now.keys()
+        self.pinned &= {n for n in now if now[n].pinned}
         self.place()
         self.audit.check_flags()
         self.audit.all()

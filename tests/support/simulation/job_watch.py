@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ipc.messages import CaptureJob, CopyJob, RestoreJob
+from ipc.messages import CaptureJob, CopyJob, DigestJob, RestoreJob
 from shm.extent import unpack_places
 from shm.rows import unpack_rows
 from tests.support.simulation.content import Place, Pool, check, granules_of
@@ -68,7 +68,7 @@ class JobWatch:
         named = row_numbers(command.rows)
         targets = row_numbers(command.target_rows) if isinstance(command, CopyJob) else frozenset()
         places: frozenset[Place] = frozenset()
-        if not isinstance(command, CopyJob):
+        if not isinstance(command, CopyJob | DigestJob):
             places = frozenset(
                 (process.name, shuttle, granule)
                 for place in unpack_places(command.places)
@@ -91,6 +91,10 @@ class JobWatch:
         for other in world.processes:
             alone = other is process or other.gone or other.name != process.name or other.unprovable
             check(alone, f"a job is sent to {process.name} while its former process {other.pid} is not proven gone")
+            if other.foreign and other.name == process.name:
+                for _, shuttle, _ in fills:
+                    sealed = process.mapped[shuttle] is not other.mapped.get(shuttle)
+                    check(sealed, f"process {other.pid}, whose end nobody can prove, may write shuttle {shuttle}, too")
         for other_note in self.notes:
             self._check_apart(note, other_note)
         self.notes.append(note)

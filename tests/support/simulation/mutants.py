@@ -28,7 +28,7 @@ class Mutant(NamedTuple):
     module: str
     old: str
     new: str
-    seeds: int = 200
+    seeds: int = 600
 
 
 class StaleMutant(Exception):
@@ -103,7 +103,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "a hung worker's extents and rows are free before its end is proven",
         "stratad.core.jobs",
-        '            arenas.kill(state, worker, "worker_hung", f"job {late[0]} passed its deadline")',
+        '            arenas.kill(state, worker, "worker_hung", f"job {min(late)} passed its deadline", excused=False)',
         '            arenas.kill(state, worker, "worker_hung", "late"); worker_gone(state, worker, "worker_hung", "late")',  # noqa: E501
     ),
     Mutant(
@@ -140,9 +140,9 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "a worker that was told to die is given jobs",
         "stratad.core.state",
-        "        return self.state is WorkerState.READY",
+        "        return self.state is WorkerState.READY and self.life.leaving_s == math.inf",
         "        return self.state in (WorkerState.READY, WorkerState.KILLED)",
-        seeds=900,
+        seeds=3000,
     ),
     Mutant(
         "a new worker is believed to map what the former did",
@@ -161,7 +161,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.arenas",
         "        state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, worker.making)))",
         "        pass",
-        seeds=600,
+        seeds=2000,
     ),
     # --- rows ---------------------------------------------------------------------------------------------------------
     Mutant(
@@ -187,7 +187,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.jobs",
         "        _fail_stage(state, op, run, code, message, rows_undefined=written.packed if written is not None else ())",  # noqa: E501
         "        _fail_stage(state, op, run, code, message, rows_undefined=())",
-        seeds=600,
+        seeds=2000,
     ),
     Mutant(
         "a writer may share rows with readers",
@@ -217,8 +217,15 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "a take gives the image up before the client has acknowledged",
         "stratad.core.jobs",
-        "        engine.takes.add(image.image_id)  # `taken` stays up until the client acknowledges or is gone",
+        "        engine.takes[image.image_id] = state.now_s  # `taken` stays up until the client acknowledges or is gone",  # noqa: E501
         "        state.catalog.drop(image)",
+    ),
+    Mutant(
+        "what an engine has taken is given up for another one at once",
+        "stratad.core.leases",
+        "    due_s = state.now_s - state.settings.lease_s",
+        "    due_s = state.now_s",
+        seeds=2000,
     ),
     Mutant(
         "an image that supersedes a pinned one is not pinned",
@@ -244,21 +251,21 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.jobs",
         '    if report.code == "damaged" and 0 <= report.chunk < len(stored):',
         '    if report.code == "broken" and 0 <= report.chunk < len(stored):',
-        seeds=600,
+        seeds=2000,
     ),
     Mutant(
         "the next capture is deduplicated against a damaged chunk",
         "stratad.core.catalog",
         "        if self.chunks.get(chunk.key) is chunk:",
         "        if False:",
-        seeds=600,
+        seeds=2000,
     ),
     Mutant(
         "damaged images are found by their tokens",
         "stratad.core.catalog",
-        "            if image.image_id in self.images:",
-        "            if image.image_id in self.transits:",
-        seeds=600,
+        "            if image.findable and image.image_id in self.images:",
+        "            if image.findable and image.image_id in self.transits:",
+        seeds=2000,
     ),
     # --- the journal --------------------------------------------------------------------------------------------------
     Mutant(
@@ -296,7 +303,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.queue",
         "        if not state.workers[name].recorded:",
         "        if False:",
-        seeds=600,
+        seeds=2000,
     ),
     # --- the next daemon ----------------------------------------------------------------------------------------------
     Mutant(
@@ -310,7 +317,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.adoption",
         "            state.out.append(KillFormer(worker.name))",
         "            pass",
-        seeds=900,
+        seeds=3000,
     ),
     Mutant(
         "what was superseded comes back with the next daemon",
@@ -329,27 +336,27 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "stratad.core.catalog",
         "            chunk.references += 1",
         "            chunk.references = 1",
-        seeds=600,
+        seeds=2000,
     ),
     Mutant(
         "known damage is forgotten with the daemon",
         "stratad.core.catalog",
         "        image.damaged = any(chunk.damaged for chunk in image.chunks())",
         "        image.damaged = False",
-        seeds=900,
+        seeds=3000,
     ),
     Mutant(
         "shuttles are written although a process lives whose end cannot be proven",
         "stratad.core.adoption",
         "    sealed = worker.name in legacy.journal.workers and not legacy.same_pids",
         "    sealed = False",
-        seeds=900,
+        seeds=3000,
     ),
     Mutant(
         "a shuttle that a former worker made late stays in /dev/shm",
         "stratad.core.adoption",
         "        if index not in worker.sizes:",
         "        if False:",
-        seeds=900,
+        seeds=3000,
     ),
 )

@@ -1,5 +1,6 @@
 """Runs many seeds in several processes, and says what they reached and what they found."""
 
+import gc
 import importlib
 import json
 import os
@@ -20,9 +21,11 @@ from tests.support.simulation.tally import Tally, counted_tables, wanted
 
 TOOL: Final = mutants.ROOT / "tools" / "simulate.py"
 # Of fewer seeds nobody can ask that they reach everything.
-ENOUGH_SEEDS: Final = 1_000
+ENOUGH_SEEDS: Final = 2_000
 LEAST_EVENTS, LEAST_CONVERSATIONS, LEAST_STAGES = 50, 3, 2
 SHOWN_VIOLATIONS: Final = 20
+# A world is full of cycles, and small: collected all at once they cost a fifth less time.
+COLLECT_EVERY: Final = 50
 
 
 class Part(NamedTuple):
@@ -42,6 +45,8 @@ def run_seeds(first: int, count: int) -> Part:
     crashes = 0
     with counted_tables(tally.counts):
         for seed in range(first, first + count):
+            if seed % COLLECT_EVERY == 0:
+                gc.collect()
             tally.begin()
             history = History(seed, tally)
             try:

@@ -99,7 +99,8 @@ def counted_tables(counts: Counter[str]) -> Iterator[None]:
 FAULTS: Final = (
     "worker_kill", "worker_exit", "worker_hang", "worker_boot", "device_lost", "device_error", "out_of_memory",
     "source_changed", "corrupt", "shuttle", "pool", "client_kill", "client_drop", "template_kill", "clock_step",
-    "stall", "supervisor_kill", "supervisor_kill_later", "journal",
+    "stall", "supervisor_kill", "supervisor_kill_later", "journal", "stood_still", "worker_stuck",
+    "no_memory",
 )  # fmt: skip
 
 

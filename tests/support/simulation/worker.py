@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ipc.messages import (
+    BootFailed,
     CancelJob,
     CaptureJob,
     Census,
     ClosePool,
     Command,
     CopyJob,
+    DigestJob,
     JobDone,
     JobFailed,
     MakeShuttle,
@@ -42,7 +44,7 @@ from tests.support.simulation.content import (
 )
 from workers.jobs import ChunkWork, JobRefused, capture_chunks, copy_chunks, restore_chunks
 
-AnyJob: TypeAlias = CaptureJob | RestoreJob | CopyJob
+AnyJob: TypeAlias = CaptureJob | RestoreJob | CopyJob | DigestJob
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +95,12 @@ class SimWorker:
     condemned: bool = False  # the supervisor has asked for its end
     orphan: bool = False  # its supervisor is gone
     unprovable: bool = False  # the next daemon does not know it, or cannot prove that it is gone
+    foreign: bool = False  # the latter: its pid means nothing there
     gone: bool = False
     reason: str = ""
+    no_memory: bool = False  # it will find none on its device
+    lingers_s: float = 0.0  # after SIGKILL, until it is gone
+    dies_s: float = 0.0  # not before this
     late_steps: int = 0  # that may still land once it is doomed
     shuttle_fault: str = ""
     pool_fault: str = ""
@@ -113,8 +119,11 @@ class SimWorker:
         return bool(self.lanes[True] or self.lanes[False])
 
     def boot(self) -> None:
-        """Get ready."""
+        """Get ready, or say why not and wait to be stopped."""
         self.ready = True
+        if self.no_memory:
+            self.outbox.append(BootFailed("out_of_memory", "no device memory", 1 << 30, 1 << 20))
+            return
         self.outbox.append(WorkerReady(self.name, "host", ALGORITHM, KEY_ID, "simulated", (0,), 0.01))
 
     def end(self, reason: str) -> None:
@@ -141,7 +150,7 @@ class SimWorker:
                     self.closing.add(command.pool)
                 else:
                     self._close_pool(command.pool)
-            case CaptureJob() | RestoreJob() | CopyJob():
+            case CaptureJob() | RestoreJob() | CopyJob() | DigestJob():
                 self._start(command)
             case CancelJob():
                 for lane in self.lanes.values():
@@ -222,6 +231,9 @@ class SimWorker:
             case CopyJob():
                 works = copy_chunks(layout, message.tokens, positions)
                 written = [_rows(packed) for packed in message.target_rows]
+            case DigestJob():
+                every = copy_chunks(layout, message.tokens, positions)
+                works = [every[number] for number in unpack_numbers(message.chunks)]
             case RestoreJob():
                 works = restore_chunks(
                     layout,
@@ -267,7 +279,7 @@ class SimWorker:
     def tear(self, lane: bool, share: float) -> None:
         """Leave the next chunk half done: the process died in the middle of its copy."""
         job = self.lanes[lane][0]
-        if job.at == len(job.works):
+        if job.at == len(job.works) or isinstance(job.message, DigestJob):
             return
         work = job.works[job.at]
         if isinstance(job.message, CaptureJob):
@@ -302,6 +314,8 @@ class SimWorker:
                     self._end(job, JobFailed(0, "damaged", f"chunk {work.number} is damaged", work.number))
                 return
             self._write_rows(job, work, content[: work.live_rows])
+        elif isinstance(job.message, DigestJob):
+            job.digests.append(digest_of(self._read_rows(job, work)))
         else:
             self._write_rows(job, work, self._read_rows(job, work))
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ipc.messages import CaptureJob, CopyJob, Failed, Progress, Reply, RestoreJob
+from ipc.messages import CaptureJob, CopyJob, DigestJob, Failed, Progress, Reply, RestoreJob
 from shm.header import segment_name
 from stratad.core.adoption import Legacy
 from stratad.core.core import Core
 from stratad.core.effects import (
     Append,
+    AwaitEnd,
     CloseDescriptor,
     DropClient,
     Effect,
@@ -23,6 +24,7 @@ from stratad.core.effects import (
     SampleMemory,
     SendTo,
     SpawnWorker,
+    StopAwaiting,
     UnlinkSegment,
     WatchFormer,
 )
@@ -79,6 +81,8 @@ class World:
     formers: dict[str, SimWorker] = field(default_factory=dict)  # of an earlier daemon, whose end is waited for
     die_after: int = -1  # effects, until the daemon is killed; -1: it is not
     unprovable: set[int] = field(default_factory=set)  # pids of processes whose end no later daemon can prove
+    awaited: dict[int, int] = field(default_factory=dict)  # pids of engines whose end is asked for, by client
+    dead: set[int] = field(default_factory=set)  # pids of engines that are no more
     starting: bool = True  # it has not been told the time yet
     settings: Settings = field(init=False)
     core: Core = field(init=False)
@@ -98,7 +102,7 @@ class World:
             if rng.random() < 0.35:
                 engines.append(SimEngine.make([rng.choice(world.devices)], EXCHANGE, "e1", exchange=True))
             world.clients.append(SimClient(f"engine {number}", 4000 + number, rng, engines, tally.counts))
-        world.recount_every = rng.choice((1, 8, 8, 8, 8))
+        world.recount_every = rng.choice((1, 12, 12, 12, 12))
         world.settings = succession.small_settings(rng)
         world.core = world.new_core()
         return world
@@ -167,8 +171,9 @@ class World:
                 case WatchFormer():
                     self._watch_former(effect)
                 case KillFormer():
-                    if effect.worker in self.formers:
-                        self.doom(self.formers[effect.worker], "killed by the next daemon")
+                    self._kill_former(effect.worker)
+                case AwaitEnd() | StopAwaiting():
+                    self._await(effect)
                 case SendTo():
                     self._send(effect)
                 case ReplyTo():
@@ -214,6 +219,16 @@ class World:
         else:
             self.formers[effect.worker] = process
 
+    def _kill_former(self, worker: str) -> None:
+        if worker in self.formers:
+            self.doom(self.formers[worker], "killed by the next daemon")
+
+    def _await(self, effect: AwaitEnd | StopAwaiting) -> None:
+        if isinstance(effect, AwaitEnd):
+            self.awaited[effect.client] = effect.pid
+        else:
+            self.awaited.pop(effect.client, None)
+
     def former_gone(self, worker: str) -> None:
         """The proof that an earlier daemon's worker is gone."""
         self.event(Cause("former_gone"), lambda: self.core.former_gone(worker, self.at))
@@ -223,7 +238,7 @@ class World:
         if process is None:
             return
         command = effect.command
-        if isinstance(command, CaptureJob | RestoreJob | CopyJob):
+        if isinstance(command, CaptureJob | RestoreJob | CopyJob | DigestJob):
             self.guard.jobs.sent(process, command)
             self.tally.counts[f"job:{type(command).__name__}"] += 1
         if process.alive:
@@ -284,6 +299,7 @@ class World:
             process.doomed = True
             process.reason = reason
             process.inbox.clear()
+            process.dies_s = self.now_s + process.lingers_s
             process.late_steps = self.rng.choice((0, 1, 2, 4))
 
     def fork(self, name: str, generation: int) -> None:
