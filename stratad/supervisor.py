@@ -20,6 +20,7 @@ from ipc.lifeline import Life, Lifeline, Refused
 from ipc.logs import fields
 from ipc.messages import (
     Failed,
+    Faults,
     Hello,
     MemfdPool,
     Register,
@@ -55,6 +56,7 @@ from stratad.core.registration import STAGE_LIMIT
 from stratad.core.state import Instant
 from stratad.core.views import status_line
 from stratad.descriptors import WorkerChannel
+from stratad.fault_points import FaultPoints
 from stratad.links import ClientLink, ClientLinks, Endpoints, RefusalLog, WorkerLink
 from stratad.notify import Notifier
 from stratad.processes import Processes
@@ -86,8 +88,10 @@ class Supervisor:
         *,
         stop_s: float,
         notifier: Notifier,
+        points: FaultPoints | None = None,
     ) -> None:
         self._core = core
+        self._points = points
         self._notifier = notifier
         self._clients, self._workers, self._listener = endpoints
         self._processes = processes
@@ -455,33 +459,41 @@ class Supervisor:
     def _perform(self, effects: Iterable[Effect]) -> None:
         """Carry effects out in order; clients that are to be dropped go after the last, since their end has effects."""
         for effect in effects:
-            match effect:
-                case SendTo():
-                    self._send_to(effect)
-                case ReplyTo():
-                    self._reply_to(effect.client, effect.message)
-                case LogLine():
-                    log.log(LEVELS[effect.level], "%s", effect.message, extra=fields(**dict(effect.fields)))
-                case ForwardDescriptor():
-                    self._forward(effect)
-                case CloseDescriptor():
-                    self._close_descriptor(effect)
-                case SpawnWorker():
-                    self._spawn(effect)
-                case KillWorker():
-                    self._kill(effect)
-                case UnlinkSegment():
-                    unlink(effect.segment)
-                case SampleMemory():
-                    self._sample_memory(effect)
-                case DropClient():
-                    self._dropped.append(effect.client)
-                case _:
-                    assert_never(effect)
+            if self._points is None:
+                self._carry_out(effect)
+            else:
+                self._points.pass_by(effect, "before")
+                self._carry_out(effect)
+                self._points.pass_by(effect, "after")
         while self._dropped:
             link = self._links.get(self._dropped.pop(0))
             if link is not None:
                 self._drop_client(link)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case SendTo():
+                self._send_to(effect)
+            case ReplyTo():
+                self._reply_to(effect.client, effect.message)
+            case LogLine():
+                log.log(LEVELS[effect.level], "%s", effect.message, extra=fields(**dict(effect.fields)))
+            case ForwardDescriptor():
+                self._forward(effect)
+            case CloseDescriptor():
+                self._close_descriptor(effect)
+            case SpawnWorker():
+                self._spawn(effect)
+            case KillWorker():
+                self._kill(effect)
+            case UnlinkSegment():
+                unlink(effect.segment)
+            case SampleMemory():
+                self._sample_memory(effect)
+            case DropClient():
+                self._dropped.append(effect.client)
+            case _:
+                assert_never(effect)
 
     def _kill(self, effect: KillWorker) -> None:
         log.warning("killing worker", extra=fields(worker=effect.worker, why=effect.reason))
@@ -499,6 +511,8 @@ class Supervisor:
             return
         if isinstance(message, StatsReply):
             message = msgspec.structs.replace(message, memory=ledger.resident(self._members(message)))
+        elif isinstance(message, Faults) and self._points is not None:
+            message = msgspec.structs.replace(message, points=dict(self._points.passed))
         try:
             frame = encode(message)
         except EncodeError as exc:

@@ -59,11 +59,14 @@ class PlannedJob(NamedTuple):
     slices: tuple[SliceRange, ...]
     moved_bytes: int
     algorithm: str = ""
+    op: str = ""
+    stage: int = -1
 
     def slice_work(self, number: int, *, written: bool = False) -> SliceWork:
         """What the device is told about one slice; with `written` about where it goes."""
         first, count = self.slices[number]
-        return SliceWork(self.pool, self.written if written else self.rows, self.chunks[first : first + count])
+        rows = self.written if written else self.rows
+        return SliceWork(self.pool, rows, self.chunks[first : first + count], self.op, self.stage)
 
 
 class JobHooks(NamedTuple):
@@ -117,7 +120,19 @@ def plan_job(device: Device, pool: DevicePool, message: CaptureJob | RestoreJob 
         slice_bytes, algorithm = min(slice_bytes, HOST_SLICE_BYTES), XXH3
     slices = plan_slices(chunks, slice_bytes, device.slice_rows)
     moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
-    return PlannedJob(message.job, lane, pool, rows, written, tuple(chunks), tuple(slices), moved_bytes, algorithm)
+    return PlannedJob(
+        message.job,
+        lane,
+        pool,
+        rows,
+        written,
+        tuple(chunks),
+        tuple(slices),
+        moved_bytes,
+        algorithm,
+        message.op,
+        message.stage,
+    )
 
 
 def _row_maps(layout: StageLayout, packed: Sequence[bytes], chunks: Sequence[ChunkWork]) -> tuple[RowMap, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ipc.messages import (
     Census,
     Failed,
+    FaultStruck,
     Hello,
     JobDone,
     JobFailed,
@@ -26,7 +27,7 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
-from stratad.core import arenas, jobs, memory, queue, registration, service
+from stratad.core import arenas, faults, jobs, memory, queue, registration, service
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
@@ -212,6 +213,9 @@ class Core:
                         request.waiting.discard(worker.name)
                     service.answer_stats(state, late=False)
                 return self._end()
+            case FaultStruck():
+                faults.struck(state, worker, report)
+                return self._end()
             case PoolClosed():
                 registration.pool_closed(state, report.pool)
             case WorkerHello():
@@ -278,6 +282,7 @@ class Core:
         worker.resources = {}
         worker.counted = worker.census
         memory.forget(state, (Role.WORKER, name))
+        faults.worker_gone(state, worker)
         if state.stopping:
             worker.state = WorkerState.STOPPED
         elif delay_s is None:
@@ -378,6 +383,8 @@ class Core:
             assert worker.job_bytes == sum(op.stages[stage].job_bytes for op, stage in worker.jobs.values())
             assert set(worker.arena.shuttles) == set(worker.sizes)
             assert not worker.jobs or worker.state in (WorkerState.READY, WorkerState.KILLED)
+        for info in state.faults.values():
+            assert state.workers[info.worker].state in (WorkerState.READY, WorkerState.KILLED), f"fault {info.fault}"
         memory.validate(state)
         self._validate_fences(state.ops.keys())
         for engine in state.engines.values():

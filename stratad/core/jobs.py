@@ -70,12 +70,17 @@ def _command(
     op: Operation, run: StageRun, pool: int, poll_event: bool, event_wait_s: float
 ) -> CaptureJob | RestoreJob | CopyJob:
     rows, positions = run.rows.packed, pack_numbers(op.positions)
+    kind, stage = op.kind.value, run.stage
     if run.target is not None:
         target = run.target.packed
-        return CopyJob(run.job, pool, rows, target, op.token_count, poll_event, positions, event_wait_s)
+        return CopyJob(
+            run.job, pool, rows, target, op.token_count, poll_event, positions, event_wait_s, kind, stage
+        )
     places = pack_places(op.places(run))
     if op.image is None:
-        return CaptureJob(run.job, pool, rows, op.token_count, places, poll_event, positions, event_wait_s)
+        return CaptureJob(
+            run.job, pool, rows, op.token_count, places, poll_event, positions, event_wait_s, kind, stage
+        )
     chunks = op.stored(run)
     algorithms = tuple(chunk.key.algorithm for chunk in chunks)
     if len(set(algorithms)) == 1:
@@ -92,6 +97,8 @@ def _command(
         poll_event,
         positions,
         event_wait_s,
+        kind,
+        stage,
     )
 
 

@@ -10,6 +10,9 @@ from ipc.messages import (
     Done,
     Drop,
     Failed,
+    FaultArm,
+    FaultDisarm,
+    FaultList,
     Found,
     GetBegin,
     GetEnd,
@@ -40,7 +43,7 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import exchange, jobs, memory, memory_view, queue, registration, views
+from stratad.core import exchange, faults, jobs, memory, memory_view, queue, registration, views
 from stratad.core.catalog import Image
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
@@ -98,6 +101,8 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case Show():
             image = _named(state, client, request)[-1]
             state.reply(client.client, views.image_detail(state, request.seq, image))
+        case FaultArm() | FaultList() | FaultDisarm():
+            faults.serve(state, client, request, admin=_is_admin(state, client))
         case Goodbye():
             state.reply(client.client, Done(request.seq))
             state.out.append(DropClient(client.client))

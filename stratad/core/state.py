@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from ipc.messages import Reply, Stage, WorkerProcess, WorkerReady
+from ipc.messages import FaultInfo, Reply, Stage, WorkerProcess, WorkerReady
 from shm.layout import StageLayout, interned
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog, Image, Scope
@@ -50,6 +50,7 @@ class Settings:
     restarts: RestartPolicy
     memory: MemorySettings = field(default_factory=MemorySettings)
     admins: frozenset[int] = frozenset()
+    allow_faults: bool = False
     shown: tuple[tuple[str, str], ...] = ()
 
 
@@ -212,6 +213,7 @@ class State:
     runs_in_flight: int = 0  # runs of rows of all `ops`
     closing: set[int] = field(default_factory=set)  # engines that go when their last operation ends
     stats_requests: list[StatsRequest] = field(default_factory=list)
+    faults: dict[int, FaultInfo] = field(default_factory=dict)  # armed, not struck yet
     memory: MemoryState = field(default_factory=MemoryState)
     owners: dict[str, int] = field(default_factory=dict)
     fingerprint_fields: dict[str, dict[str, str]] = field(default_factory=dict)
