@@ -40,6 +40,7 @@ _PR_SET_PDEATHSIG: Final = 1
 _LOG_TAIL_LINES: Final = 20
 _SHM: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies
 _numbers: Final = itertools.count()
+_libc: Final = ctypes.CDLL(None)  # loaded here: between fork and exec there is only the one call
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class PrivateDaemon:
 
     def __init__(self, process: "subprocess.Popen[bytes]", folder: Path, instance: str, started_s: float) -> None:
         self.run_dir: Final = folder / "run"
+        self.state_dir: Final = folder / "state"
         self.instance: Final = instance
-        self.pid: Final = process.pid
         self._process = process
         self._folder = folder
         self._started_s = started_s
@@ -68,23 +69,39 @@ class PrivateDaemon:
         folder = Path(tempfile.mkdtemp(prefix="stratad-bench-"))
         instance = f"bench{os.getpid()}x{next(_numbers)}"
         try:
-            command = [sys.executable, "-P", "-m", "stratad", *_arguments(folder, instance, settings)]
-            with _log_path(folder).open("ab") as log:
-                started_s = time.perf_counter()
-                # A session of its own: Ctrl-C is for us, who then stop it in order.
-                process = subprocess.Popen(
-                    command,
-                    env=_environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread of ours runs yet
-                )
+            started_s = time.perf_counter()
+            process = _execute(folder, instance, settings)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return cls(process, folder, instance, started_s)
+
+    def start_next(self, settings: Mapping[str, str]) -> None:
+        """Execute the next daemon of the instance, on the same directories, after this one has ended."""
+        assert self._process.poll() is not None
+        self._started_s = time.perf_counter()
+        self._process = _execute(self._folder, self.instance, settings)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started last."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether that process has ended."""
+        return self._process.poll() is not None
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait_ended(self, timeout_s: float) -> int | None:
+        """Exit status of the process (minus the signal's number), or None where it goes on."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     @property
     def log_path(self) -> Path:
@@ -168,9 +185,24 @@ def _log_path(folder: Path) -> Path:
     return folder / "log"
 
 
+def _execute(folder: Path, instance: str, settings: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-P", "-m", "stratad", *_arguments(folder, instance, settings)]
+    with _log_path(folder).open("ab") as log:
+        # A session of its own: Ctrl-C is for us, who then stop it in order.
+        return subprocess.Popen(
+            command,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, and ZeroMQ's threads hold no lock of ours
+        )
+
+
 def _end_with_parent() -> None:
     """In the new process: have the kernel send SIGTERM when we are gone, however that came."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def _arguments(folder: Path, instance: str, settings: Mapping[str, str]) -> list[str]:

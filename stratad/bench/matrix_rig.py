@@ -1,0 +1,335 @@
+"""What every cell of the fault matrix stands on: a daemon of its own, an admin's client, an engine process, and images.
+
+The images are published first and looked at after every fault: each is restored into zeroed rows and compared, by the
+engine process, byte by byte.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import msgspec
+
+from ipc.messages import StatsReply
+from shm.header import segment_name
+from stratad.bench.cpu_engine import NAMESPACE
+from stratad.bench.daemon import PrivateDaemon
+from stratad.bench.engine_wire import Bye, Quit
+from stratad.bench.line_process import EngineError, LineProcess, start_process
+from stratad.bench.matrix_wire import (
+    Answer,
+    Check,
+    Checked,
+    Do,
+    Fill,
+    Filled,
+    Imported,
+    Outcome,
+    Register,
+    Registered,
+    Tell,
+    Told,
+)
+from stratad.client import Client
+from stratad.ctl.output import JsonObject
+
+# Four slices a stage, so that a fault at the second one strikes in the middle of the copy.
+TOKENS: Final = 256
+PLANES: Final = 4
+ROW_BYTES: Final = 256
+SLICE_BYTES: Final = 64 * 1024
+SUBJECT_SLOT: Final = 0
+TARGET_SLOT: Final = 1
+PROBE_SLOT: Final = 2
+SLOTS: Final = 3
+PRIORS: Final = 3
+# A job of 256 KiB takes a millisecond; a lane that is kept from running for this long on a busy host is no hang yet.
+JOB_FLOOR_S: Final = 0.5
+RECOVER_S: Final = 20.0
+CALL_S: Final = 30.0
+_IMPORT_S: Final = 120.0
+_RETRY_S: Final = 0.002
+AnswerT = TypeVar("AnswerT")
+_SHM: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies
+
+SETTINGS: Final[Mapping[str, str]] = {
+    "testing.allow_faults": "true",
+    "ram.budget_bytes": "128MiB",
+    "ram.shuttle_bytes": "4MiB",
+    "copy.chunk_tokens": "64",
+    "copy.slice_bytes": str(SLICE_BYTES),
+    "copy.staging_bytes": str(2 * SLICE_BYTES),
+    # Lanes run on threads of their own, so that the worker's loop can tell what happens to them.
+    "copy.inline_bytes": "0",
+    "deadlines.job_floor_s": f"{JOB_FLOOR_S:g}",
+    # Workers die here again and again, on purpose.
+    "restarts.backoff_first_s": "0.01",
+    "restarts.backoff_cap_s": "0.01",
+    "restarts.give_up_after": "1000",
+}
+
+
+@dataclass
+class Cell:
+    """What one cell found. `problems` are what must not be; a cell without any has passed."""
+
+    op: str
+    stage: int | None
+    fault: str
+    error: str = ""
+    recovered_s: float | None = None
+    byte_exact: bool = False
+    pids_before: dict[str, int] = field(default_factory=dict)
+    pids_after: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    more: JsonObject = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is as it must be."""
+        return self.byte_exact and not self.problems
+
+    def expect(self, ok: bool, problem: str) -> None:  # noqa: FBT001 - reads as a sentence
+        """Note a problem unless all is well."""
+        if not ok:
+            self.problems.append(problem)
+
+    def as_json(self) -> JsonObject:
+        """The cell as the report has it."""
+        return {
+            "op": self.op,
+            "stage": self.stage,
+            "fault": self.fault,
+            "error": self.error,
+            "recovered_s": None if self.recovered_s is None else round(self.recovered_s, 4),
+            "byte_exact": self.byte_exact,
+            "pids_before": dict(self.pids_before),
+            "pids_after": dict(self.pids_after),
+            "passed": self.passed,
+            "problems": list(self.problems),
+            **self.more,
+        }
+
+
+class EngineProcess(LineProcess):
+    """The engine process; see `stratad.bench.matrix_engine`."""
+
+    @classmethod
+    def start(cls, log: Path, *, gpu: bool) -> Self:
+        """Start it and return at once: it imports, and touches nothing before `register`."""
+        arguments = ["--import-torch"] if gpu else []
+        return cls(start_process("stratad.bench.matrix_engine", arguments, log), log, Answer)
+
+    def register(self, daemon: PrivateDaemon, devices: list[str]) -> None:
+        """Have it connect and register one stage a device.
+
+        Raises:
+            EngineError: it could not.
+        """
+        order = Register(str(daemon.run_dir), daemon.instance, devices, SLOTS, TOKENS, PLANES, ROW_BYTES)
+        self.answer(Imported, _IMPORT_S)
+        self.call(order, Registered, _IMPORT_S)
+
+    def fill(self, slot: int, seed: int) -> None:
+        """Write the contents of a seed to a slot."""
+        self.call(Fill(slot, seed), Filled, CALL_S)
+
+    def do(self, order: Do) -> Outcome:
+        """Carry out one operation."""
+        return self.call(order, Outcome, CALL_S)
+
+    def tell(self, order: Tell) -> Told:
+        """Say or ask something."""
+        return self.call(order, Told, CALL_S)
+
+    def check(self, conversation: str, seed: int) -> Checked:
+        """Restore an image into zeroed rows and compare."""
+        return self.call(Check(conversation, PROBE_SLOT, seed), Checked, CALL_S)
+
+    def leave(self) -> None:
+        """Unregister and end; killed if it does not. Never raises."""
+        try:
+            self.call(Quit(), Bye, CALL_S)
+        except EngineError:
+            pass
+        self.kill()
+
+
+class Rig:
+    """A daemon with one engine and published images. Use as a context manager."""
+
+    def __init__(
+        self,
+        daemon: PrivateDaemon,
+        client: Client,
+        devices: list[str],
+        log: Path,
+        spare: EngineProcess,
+        stack: ExitStack,
+    ) -> None:
+        self.daemon: Final = daemon
+        self.client: Client = client
+        self.devices: Final = devices
+        self.gpu: Final = not devices[0].startswith("cpu:")
+        self.images: Final[dict[str, int]] = {}  # conversation to seed, of every image that must be there
+        self._log = log
+        self._stack = stack
+        self._seeds = itertools.count(1)
+        self._spare = self.engine = spare
+
+    @classmethod
+    def start(cls, wanted: str, stages: int, log: Path, settings: Mapping[str, str] | None = None) -> Self:
+        """Start daemon and engine, register `stages` stages on the daemon's devices in turn, publish the images.
+
+        Raises:
+            CommandError, EngineError, StratadError: something did not come up.
+        """
+        with ExitStack() as stack:
+            daemon = stack.enter_context(PrivateDaemon.start({**SETTINGS, "daemon.devices": wanted, **(settings or {})}))
+            client = daemon.connect()[0]
+            served = [worker.device for worker in client.stats().workers]
+            devices = [served[n % len(served)] for n in range(stages)]
+            spare = stack.enter_context(EngineProcess.start(log, gpu=not devices[0].startswith("cpu:")))
+            rig = cls(daemon, client, devices, log, spare, stack.pop_all())
+        try:
+            rig.use_fresh_engine()
+        except BaseException:
+            rig.close()
+            raise
+        return rig
+
+    # --- engines -----------------------------------------------------------------------------------------------------
+
+    def _fresh_engine(self) -> EngineProcess:
+        return self._stack.enter_context(EngineProcess.start(self._log, gpu=self.gpu))
+
+    def use_fresh_engine(self) -> None:
+        """Register the engine process that stands ready, and make the next one ready.
+
+        Raises:
+            EngineError: it cannot register.
+        """
+        self.engine, self._spare = self._spare, self._fresh_engine()
+        self.engine.register(self.daemon, self.devices)
+
+    def seed(self) -> int:
+        """A number that was not used before."""
+        return next(self._seeds)
+
+    def publish(self, conversation: str) -> Outcome:
+        """Publish an image of fresh contents, which from then on must be there."""
+        seed = self.seed()
+        self.engine.fill(PROBE_SLOT, seed)
+        outcome = self.engine.do(Do("capture", conversation, slot=PROBE_SLOT, seed=seed))
+        if not outcome.code:
+            self.images[conversation] = seed
+        return outcome
+
+    def publish_priors(self) -> None:
+        """Publish the images that every cell looks at.
+
+        Raises:
+            EngineError: one of them could not be.
+        """
+        for number in range(PRIORS):
+            outcome = self.publish(f"prior-{number}")
+            if outcome.code:
+                raise EngineError(outcome.code, f"prior image {number} was not published: {outcome.message}")
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def pids(self) -> dict[str, int]:
+        """The processes that matter, by role."""
+        workers = {worker.worker: worker.pid for worker in self.client.stats().workers}
+        return {"supervisor": self.daemon.pid, "engine": self.engine.pid, **workers}
+
+    def worker_of(self, stage: int) -> str:
+        """Name of the worker that serves a stage."""
+        device = self.devices[stage]
+        return next(worker.worker for worker in self.client.stats().workers if worker.device == device)
+
+    def wait_for(self, what: Callable[[StatsReply], bool], timeout_s: float = RECOVER_S) -> StatsReply | None:
+        """Ask until something holds; None where it does not in time."""
+        for found in polled(self.client.stats, timeout_s):
+            if what(found):
+                return found
+        return None
+
+    def until_done(self, order: Do, timeout_s: float = RECOVER_S) -> Outcome:
+        """Carry an operation out, again and again until it succeeds; the last outcome. Problems of all are kept."""
+        problems: list[str] = []
+        for outcome in polled(lambda: self.engine.do(order), timeout_s):
+            problems += outcome.problems
+            if not outcome.code:
+                break
+        return msgspec.structs.replace(outcome, problems=problems)
+
+    def check_all(self, cell: Cell) -> None:
+        """Every image that must be there is, byte for byte, and nothing else is to be seen."""
+        exact = True
+        for conversation, seed in self.images.items():
+            checked = self.engine.check(conversation, seed)
+            good = not checked.code and all(checked.exact)
+            exact = exact and good
+            cell.expect(good, f"image {conversation!r} is not restored: {checked.code or 'other bytes'} {checked.message}")
+        cell.byte_exact = exact and bool(self.images)
+        self.check_listing(cell)
+        settled = self.wait_for(lambda s: not s.ops and not s.staged_bytes and _all_ready(s))
+        cell.expect(settled is not None, "the daemon does not settle: operations, staged bytes or workers are left")
+        self.check_segments(cell)
+
+    def check_listing(self, cell: Cell) -> None:
+        """Exactly the images that must be there are to be seen, each whole."""
+        listed = self.client.list_images(NAMESPACE)
+        seen = sorted(image.conversation for image in listed if not image.parts)
+        cell.expect(seen == sorted(self.images), f"images to be seen are {seen}, expected {sorted(self.images)}")
+        partial = [i.conversation for i in listed if not i.parts and (i.tokens, i.stages) != (TOKENS, len(self.devices))]
+        cell.expect(not partial, f"partial images: {partial}")
+
+    def check_segments(self, cell: Cell) -> None:
+        """/dev/shm holds the shuttles that the daemon tells of, and nothing else of this instance."""
+        shown = self.client.stats().workers
+        listed = {
+            segment_name(self.daemon.instance, worker.worker, index).removeprefix("/")
+            for worker in shown
+            for index in range(worker.shuttles)
+        }
+        found = {path.name for path in _SHM.glob(f"stratad.{self.daemon.instance}.*")}
+        shuttles = {name for name in found if name.rpartition(".")[2].isdecimal()}
+        cell.expect(shuttles == listed, f"segments {sorted(shuttles ^ listed)} are not both listed and there")
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End everything."""
+        self.client.close()
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and not self.daemon.ended:
+            self.engine.leave()
+        self.close()
+
+
+def _all_ready(stats: StatsReply) -> bool:
+    return all(worker.state == "ready" for worker in stats.workers)
+
+
+def polled(ask: Callable[[], AnswerT], timeout_s: float) -> Iterator[AnswerT]:
+    """Answers, one after another, as long as there is time; at least one."""
+    until_s = time.monotonic() + timeout_s
+    while True:
+        yield ask()
+        if time.monotonic() >= until_s:
+            return
+        time.sleep(_RETRY_S)
