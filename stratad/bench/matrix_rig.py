@@ -4,6 +4,7 @@ The images are published first and looked at after every fault: each is restored
 engine process, byte by byte.
 """
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,7 @@ from stratad.bench.matrix_wire import (
 )
 from stratad.client import Client
 from stratad.ctl.output import JsonObject
+from stratad.errors import StratadError
 
 # Four slices a stage, so that a fault at the second one strikes in the middle of the copy.
 TOKENS: Final = 256
@@ -170,14 +172,17 @@ class Rig:
         devices: list[str],
         log: Path,
         spare: EngineProcess,
+        settings: Mapping[str, str],
         stack: ExitStack,
     ) -> None:
+        """`settings` are those of a next daemon."""
         self.daemon: Final = daemon
         self.client: Client = client
         self.devices: Final = devices
         self.gpu: Final = not devices[0].startswith("cpu:")
         self.images: Final[dict[str, int]] = {}  # conversation to seed, of every image that must be there
         self._log = log
+        self._settings = settings
         self._stack = stack
         self._seeds = itertools.count(1)
         self._spare = self.engine = spare
@@ -190,12 +195,13 @@ class Rig:
             CommandError, EngineError, StratadError: something did not come up.
         """
         with ExitStack() as stack:
-            daemon = stack.enter_context(PrivateDaemon.start({**SETTINGS, "daemon.devices": wanted, **(settings or {})}))
+            common = {**SETTINGS, "daemon.devices": wanted}
+            daemon = stack.enter_context(PrivateDaemon.start({**common, **(settings or {})}))
             client = daemon.connect()[0]
             served = [worker.device for worker in client.stats().workers]
             devices = [served[n % len(served)] for n in range(stages)]
             spare = stack.enter_context(EngineProcess.start(log, gpu=not devices[0].startswith("cpu:")))
-            rig = cls(daemon, client, devices, log, spare, stack.pop_all())
+            rig = cls(daemon, client, devices, log, spare, common, stack.pop_all())
         try:
             rig.use_fresh_engine()
         except BaseException:
@@ -240,6 +246,17 @@ class Rig:
             outcome = self.publish(f"prior-{number}")
             if outcome.code:
                 raise EngineError(outcome.code, f"prior image {number} was not published: {outcome.message}")
+
+    def start_next(self) -> None:
+        """Start the next daemon on the state of the one that has died, with a client of its own.
+
+        Raises:
+            CommandError: it does not come up.
+        """
+        with contextlib.suppress(StratadError):
+            self.client.close()
+        self.daemon.start_next(self._settings)
+        self.client = self.daemon.connect()[0]
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
