@@ -10,17 +10,18 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from shm.header import ShuttleHeader, split_segment_name
-from shm.shuttle import MOUNT, ShuttleError, ShuttleFault, read_header, unlink
+from shm.shuttle import BLOCK_BYTES, MOUNT, ShuttleError, ShuttleFault, read_header, unlink
 
 
 class Segment(NamedTuple):
     """A segment of ours. `header` is None where it cannot be read: its maker was killed before it was written, or it
-    has another format.
+    has another format. `whole` says that all of it is there as the header says: its maker had finished.
     """
 
     name: str
     header: ShuttleHeader | None
     size_bytes: int
+    whole: bool = False
 
 
 def list_segments(instance: str) -> list[Segment]:
@@ -41,7 +42,9 @@ def list_segments(instance: str) -> list[Segment]:
         if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
             continue
         try:
-            found.append(Segment(name, read_header(name), status.st_size))
+            header = read_header(name)
+            whole = status.st_size == header.shuttle_bytes <= status.st_blocks * BLOCK_BYTES
+            found.append(Segment(name, header, status.st_size, whole))
         except ShuttleError as exc:
             if exc.fault is not ShuttleFault.MISSING:
                 found.append(Segment(name, None, status.st_size))

@@ -29,7 +29,7 @@ STEP_BYTES: Final = 64 * 1024 * 1024
 # Memory that reserving must leave to everybody else.
 MARGIN_BYTES: Final = 64 * 1024 * 1024
 _MODE: Final = 0o600
-_BLOCK_BYTES: Final = 512  # st_blocks counts in these
+BLOCK_BYTES: Final = 512  # st_blocks counts in these
 
 
 class ShuttleFault(enum.Enum):
@@ -271,8 +271,8 @@ def _check_identity(descriptor: int, header: ShuttleHeader) -> None:
         problem = f"its header says {found}, expected {header}"
     elif status.st_size != header.shuttle_bytes:
         problem = f"it has {status.st_size} bytes, expected {header.shuttle_bytes}"
-    elif status.st_blocks * _BLOCK_BYTES < header.shuttle_bytes:
-        problem = f"only {status.st_blocks * _BLOCK_BYTES} of {header.shuttle_bytes} bytes are reserved"
+    elif status.st_blocks * BLOCK_BYTES < header.shuttle_bytes:
+        problem = f"only {status.st_blocks * BLOCK_BYTES} of {header.shuttle_bytes} bytes are reserved"
     if problem:
         raise ShuttleError(ShuttleFault.REFUSED, f"the segment {header.segment} is refused: {problem}")
 

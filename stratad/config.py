@@ -53,12 +53,15 @@ class DaemonConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RamConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The arena. `budget_bytes` "auto" leaves the choice to the daemon's view of the host."""
+    """The arena. `budget_bytes` "auto" leaves the choice to the daemon's view of the host. With `keep` images survive a
+    stop of the daemon in /dev/shm, for the next one; otherwise a stop frees everything.
+    """
 
     budget_bytes: Budget = "auto"
     budget_images: Count = 100_000
     shuttle_bytes: ShuttleSize = 256 * MIB
     prefault: bool = False
+    keep: bool = True
 
 
 class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,6 +18,7 @@ MEANINGS: Final[dict[str, str]] = {
     "ram.budget_images": "images held at most",
     "ram.shuttle_bytes": "bytes of one shared-memory segment, a multiple of 64 KiB",
     "ram.prefault": "make all shuttles at the start instead of when they are needed (true or false)",
+    "ram.keep": "images outlive a stop of the daemon in /dev/shm; false: a stop frees everything (true or false)",
     "copy.parallel": "copy stages side by side, captures beside restores; false: one after another (true or false)",
     "copy.slice_bytes": "bytes at most that a lane copies before it looks for a cancellation",
     "copy.staging_bytes": "bytes of each of a GPU lane's two staging buffers, at least copy.slice_bytes",
@@ -42,7 +43,7 @@ MEANINGS: Final[dict[str, str]] = {
     "log.format": "form of a log line: text or json",
     "testing.worker_faults": "for tests only: faults of workers, worker[#generation]/fault=when,...",
     "testing.allow_faults": "for tests only: admins may arm faults in running workers (true or false)",
-    "testing.die_at": "for tests only: fault point at which the daemon kills itself, such as SendTo.CaptureJob:before#2",
+    "testing.die_at": "for tests only: fault point at which the daemon kills itself, as SendTo.CaptureJob:before#2",
 }
 _FORMS: Final = {
     "daemon.instance": INSTANCE_FORM,

@@ -15,18 +15,23 @@ from ipc.logs import fields
 from ipc.messages import WorkerSpec
 from ipc.rundir import OWNER_REACH, open_directory, prepare_directory
 from ipc.server import RouterServer
+from shm.digest_key import key_id
 from shm.extent import GRANULE_BYTES
 from shm.headroom import memory_headroom
-from shm.janitor import remove_segments
+from shm.janitor import list_segments, remove_segments
+from shm.process import boot_id
 from shm.shuttle import MOUNT
 from stratad import topology
 from stratad.access import Access, resolve_access, why_auto_is_nobody
 from stratad.config import Config
+from stratad.core.adoption import Legacy
 from stratad.core.core import Core
 from stratad.core.memory_tracks import MemorySettings
+from stratad.core.records import replay
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
 from stratad.fault_points import DieAt, FaultPoints
+from stratad.journal import Journal, JournalError, journal_path, read_journal, remove_journal
 from stratad.keys import load_digest_key
 from stratad.links import Endpoints
 from stratad.lock import InstanceLock
@@ -59,11 +64,7 @@ def run(config: Config, notifier: Notifier) -> int:
     """
     with ExitStack() as stack:
         lock = InstanceLock.take(config.daemon.instance)
-        stack.callback(lambda: lock.release(unlink=True))
-        notifier.starting("looking for segments of an earlier daemon", START_STEP_S)
-        removed = remove_segments(config.daemon.instance)
-        if removed:
-            log.warning("removed segments of an earlier daemon", extra=fields(count=len(removed)))
+        stack.callback(lambda: lock.release(unlink=not journal_path(config.daemon.instance).exists()))
         paths = socket_paths(Path(config.daemon.run_dir), config.daemon.instance)
         key = load_digest_key(Path(config.daemon.state_dir))
         raise_open_files(config.limits.max_clients)
@@ -73,13 +74,26 @@ def run(config: Config, notifier: Notifier) -> int:
         settings = _settings(config, devices, access)
         endpoints = _listen(config, paths, access)
         stack.callback(_unlink_sockets, paths)
-        core = Core(settings, {d.worker: d.device for d in devices}, Instant(time.monotonic(), time.time()))
+        notifier.starting("taking over from an earlier daemon", START_STEP_S)
+        legacy = _legacy(config.daemon.instance, key, [d.worker for d in devices])
+        now = Instant(time.monotonic(), time.time())
+        core = Core(settings, {d.worker: d.device for d in devices}, now, legacy)
+        journal = Journal(config.daemon.instance, core.records)
+        stack.callback(journal.close)
+        try:
+            journal.open()
+        except JournalError as exc:
+            log.error("the journal cannot be written: captures are refused until it can", extra=fields(why=str(exc)))
+        removed = remove_segments(config.daemon.instance, core.segments)
+        if removed:
+            log.warning("removed segments of an earlier daemon", extra=fields(count=len(removed)))
         supervisor = Supervisor(
             core,
             endpoints,
             Processes(import_torch=any(not d.device.startswith("cpu:") for d in devices)),
             {d.worker: _spec(config, paths, key, d) for d in devices},
             access,
+            journal=journal,
             stop_s=config.deadlines.stop_s,
             notifier=notifier,
             points=_fault_points(config),
@@ -101,9 +115,33 @@ def run(config: Config, notifier: Notifier) -> int:
         gc.freeze()
         gc.disable()
         supervisor.run()
-        remove_segments(config.daemon.instance)
-        log.info("stopped")
+        kept = len(core.state.catalog.images) if config.ram.keep else 0
+        if not kept:
+            remove_segments(config.daemon.instance)
+            remove_journal(config.daemon.instance)
+        log.info("stopped", extra=fields(images_kept=kept))
     return 0
+
+
+def _legacy(instance: str, key: bytes, workers: list[str]) -> Legacy:
+    """What an earlier daemon of this instance left in /dev/shm.
+
+    Raises:
+        ForeignJournal, OSError: it cannot be told.
+    """
+    contents = read_journal(instance)
+    if contents.unusable:
+        log.warning("the journal of an earlier daemon is of no use", extra=fields(why=contents.unusable))
+    if contents.damaged:
+        log.error("records of the journal are damaged: they are skipped", extra=fields(count=contents.damaged))
+    names = {worker.replace(":", "_"): worker for worker in workers}
+    boot = boot_id()
+    shuttles: dict[str, dict[int, int]] = {}
+    for segment in list_segments(instance):
+        header = segment.header
+        if header is not None and segment.whole and header.boot_id == boot and header.worker in names:
+            shuttles.setdefault(names[header.worker], {})[header.index] = header.shuttle_bytes
+    return Legacy(replay(contents.records), shuttles, key_id(key), contents.same_pids)
 
 
 def _access(config: Config) -> Access:

@@ -127,6 +127,7 @@ CODES: Final[dict[str, type[StratadError]]] = {
     "worker_unavailable": Busy,
     "too_many": Busy,
     "stopping": Busy,
+    "journal_unwritable": Busy,
     "no_space": NoSpace,
     "too_large": NoSpace,
     "damaged": Damaged,

@@ -1,6 +1,6 @@
 """Points at which a supervisor can be made to die: before and after every effect that the core asks for.
 
-They are generated from the union of all effects: an effect with a field whose type is a union of messages has its
+They are generated from the union of all effects: an effect with a field that holds messages of a union has its
 points for each of them, ``SendTo.CaptureJob:before``, any other for itself, ``SpawnWorker:after``.
 """
 
@@ -9,7 +9,7 @@ import signal
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
-from typing import Final, NamedTuple, get_args, get_type_hints
+from typing import Final, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -19,10 +19,11 @@ WHENS: Final = ("before", "after")
 
 
 def _message_field(kind: type[Effect]) -> tuple[str, tuple[type, ...]] | None:
-    """The field of an effect that holds one of several messages, and which."""
+    """The field of an effect that holds one of several messages, or some of them, and which there are."""
     hints = get_type_hints(kind)
     for field in fields(kind):
-        members = get_args(hints[field.name])
+        hint = hints[field.name]
+        members = get_args(get_args(hint)[0] if get_origin(hint) is tuple else hint)
         if members and all(isinstance(member, type) and issubclass(member, msgspec.Struct) for member in members):
             return field.name, members
     return None
@@ -75,13 +76,19 @@ class FaultPoints:
 
     def pass_by(self, effect: Effect, when: str) -> None:
         """The supervisor is about to perform an effect, or has performed it. Does not return from the fatal point."""
-        kind = type(effect)
-        found = _FIELDS[kind]
-        name = kind.__name__ if found is None else f"{kind.__name__}.{type(getattr(effect, found[0])).__name__}"
-        point = f"{name}:{when}"
+        kind, found = type(effect), _FIELDS[type(effect)]
+        if found is None:
+            names = {kind.__name__}
+        else:
+            held = getattr(effect, found[0])
+            names = {f"{kind.__name__}.{type(one).__name__}" for one in (held if isinstance(held, tuple) else (held,))}
+        for name in sorted(names):
+            self._pass_point(f"{name}:{when}")
+
+    def _pass_point(self, point: str) -> None:
         self.passed[point] += 1
         if self.passed[point] == 1:
             with self._reached.open("a", encoding="ascii") as file:
                 file.write(f"{point}\n")
-        if self._die_at is not None and self._die_at == (point, self.passed[point]):
+        if self._die_at == (point, self.passed[point]):
             os.kill(os.getpid(), signal.SIGKILL)

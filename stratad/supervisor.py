@@ -32,16 +32,18 @@ from ipc.messages import (
     WorkerSpec,
 )
 from ipc.server import FLUSH_S, Incoming, Sent
-from shm.process import start_ticks
+from shm.process import open_pidfd, start_ticks
 from shm.shuttle import unlink
 from stratad import ledger
 from stratad.access import Access
 from stratad.core.core import Core
 from stratad.core.effects import (
+    Append,
     CloseDescriptor,
     DropClient,
     Effect,
     ForwardDescriptor,
+    KillFormer,
     KillWorker,
     LogLine,
     ReplyTo,
@@ -49,6 +51,7 @@ from stratad.core.effects import (
     SendTo,
     SpawnWorker,
     UnlinkSegment,
+    WatchFormer,
 )
 from stratad.core.failures import Refusal
 from stratad.core.memory_tracks import Reading, Role, Target
@@ -57,6 +60,7 @@ from stratad.core.state import Instant
 from stratad.core.views import status_line
 from stratad.descriptors import WorkerChannel
 from stratad.fault_points import FaultPoints
+from stratad.journal import Journal, JournalError
 from stratad.links import ClientLink, ClientLinks, Endpoints, RefusalLog, WorkerLink
 from stratad.notify import Notifier
 from stratad.processes import Processes
@@ -86,6 +90,7 @@ class Supervisor:
         plans: dict[str, WorkerSpec],
         access: Access,
         *,
+        journal: Journal,
         stop_s: float,
         notifier: Notifier,
         points: FaultPoints | None = None,
@@ -97,6 +102,8 @@ class Supervisor:
         self._processes = processes
         self._plans = plans
         self._access = access
+        self._journal = journal
+        self._formers: dict[str, int] = {}  # pidfds of an earlier daemon's workers, by worker
         self._refusals = RefusalLog()
         self._stop_s = stop_s
         self._stop_deadline_s: float | None = None
@@ -122,11 +129,11 @@ class Supervisor:
         self._poller.register(self._epoll.fileno(), zmq.POLLIN)
         self._watch(self._listener.fileno(), self._on_connect)
         self._tell_time()
+        self._event(self._core.start)
         self._event(self._core.tick)
         self._notifier.ready()
         while not (self._core.stopped and not self._processes.workers):
             self._turn()
-        self._perform(self._core.unlink_all())
 
     def _turn(self) -> None:
         ready = [key for key, _ in self._poller.poll(self._wait_ms())]
@@ -154,12 +161,15 @@ class Supervisor:
         for worker, link in list(self._worker_links.items()):
             if link.channel.waiting and not link.channel.flush():
                 self._processes.kill(worker, link.generation, now.now_s)
+        self._journal.tend()
         if self._stop_deadline_s is not None and self._stop_deadline_s <= now.now_s:
             self._stop_deadline_s = None
             self._event(lambda at: self._core.kill_all("the time for a graceful stop is over", at))
         self._notifier.beat(now.now_s, lambda: status_line(self._core.state))
 
     def _wait_ms(self) -> int:
+        if self._journal.compacting:
+            return 0
         now_s = time.monotonic()
         wait_s = min(LONGEST_WAIT_S, self._core.due_s - now_s, self._notifier.due_s - now_s)
         if self._stop_deadline_s is not None:
@@ -486,6 +496,12 @@ class Supervisor:
                 self._spawn(effect)
             case KillWorker():
                 self._kill(effect)
+            case Append():
+                self._append(effect)
+            case WatchFormer():
+                self._watch_former(effect)
+            case KillFormer():
+                self._kill_former(effect.worker)
             case UnlinkSegment():
                 unlink(effect.segment)
             case SampleMemory():
@@ -494,6 +510,38 @@ class Supervisor:
                 self._dropped.append(effect.client)
             case _:
                 assert_never(effect)
+
+    def _append(self, effect: Append) -> None:
+        error = ""
+        try:
+            self._journal.append(effect.records)
+        except (JournalError, EncodeError) as exc:
+            error = str(exc)
+        self._event(functools.partial(self._core.journaled, effect.serial, error))
+
+    def _watch_former(self, effect: WatchFormer) -> None:
+        """A process that is not our child: its pidfd is as good a proof."""
+        try:
+            pidfd = open_pidfd(effect.pid, effect.start_ticks)
+        except ProcessLookupError:
+            self._former_gone(effect.worker)
+            return
+        self._formers[effect.worker] = pidfd
+        self._watch(pidfd, functools.partial(self._former_gone, effect.worker))
+
+    def _former_gone(self, worker: str) -> None:
+        pidfd = self._formers.pop(worker, -1)
+        if pidfd >= 0:
+            self._unwatch(pidfd)
+            os.close(pidfd)
+        self._event(functools.partial(self._core.former_gone, worker))
+
+    def _kill_former(self, worker: str) -> None:
+        pidfd = self._formers.get(worker, -1)
+        if pidfd >= 0:
+            log.warning("killing the worker of an earlier daemon", extra=fields(worker=worker))
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def _kill(self, effect: KillWorker) -> None:
         log.warning("killing worker", extra=fields(worker=effect.worker, why=effect.reason))
@@ -595,6 +643,9 @@ class Supervisor:
         self._listener.close()
         self._clients.close()
         self._workers.close()
+        for pidfd in self._formers.values():
+            os.close(pidfd)
+        self._formers.clear()
         self._epoll.close()
         signal.set_wakeup_fd(-1)
         for end in (self._signals, self._wakeup):

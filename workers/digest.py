@@ -21,6 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from ipc.messages import DIGEST_BYTES
+from shm.digest_key import key_id
 
 XXH3: Final = "xxh3-128"
 MLH: Final = "mlh-128"
@@ -46,11 +47,6 @@ class Hasher(Protocol):
     def digest(self) -> bytes:
         """The digest of everything taken so far, 16 bytes."""
         ...
-
-
-def key_id(digest_key: bytes) -> bytes:
-    """Names a digest key without telling it (8 bytes)."""
-    return hashlib.blake2b(digest_key, digest_size=8, person=b"stratad/keyid").digest()
 
 
 def xxh3_seed(digest_key: bytes) -> int:

@@ -1,7 +1,7 @@
 """Which copies fail on order: orders given at birth, and faults that are armed later.
 
-Both are the same thing, an `Order` that counts the copies it concerns. One given at birth (`WorkerSpec.faults`) concerns
-a lane, ``capture.copy_error=3``, or each lane by itself; an armed one concerns an operation and a stage, and strikes
+Both are the same thing, an `Order` that counts the copies it concerns. One given at birth (`WorkerSpec.faults`)
+concerns a lane, ``capture.copy_error=3``, or each lane by itself; an armed one concerns an operation and a stage, and strikes
 once. ``3`` is the third copy, ``3+`` the third and all later ones. A copy is one slice.
 """
 
@@ -53,7 +53,15 @@ class Order:
     __slots__ = ("at", "begun", "done", "fault", "lane", "number", "op", "repeated", "stage")
 
     def __init__(
-        self, fault: str, at: int, *, lane: LaneKind, repeated: bool = False, number: int = 0, op: str = "", stage: int = -1
+        self,
+        fault: str,
+        at: int,
+        *,
+        lane: LaneKind,
+        repeated: bool = False,
+        number: int = 0,
+        op: str = "",
+        stage: int = -1,
     ) -> None:
         self.fault = fault
         self.at = at

@@ -206,9 +206,15 @@ def _end_with_parent() -> None:
 
 
 def _arguments(folder: Path, instance: str, settings: Mapping[str, str]) -> list[str]:
-    """Command line of the daemon; `settings` are dotted names of the configuration."""
-    places = {"daemon.instance": instance, "daemon.run_dir": f"{folder}/run", "daemon.state_dir": f"{folder}/state"}
-    return [part for name, value in {**settings, **places}.items() for part in ("--set", f"{name}={value}")]
+    """Command line of the daemon; `settings` are dotted names of the configuration. What it holds ends with it, unless
+    they say otherwise.
+    """
+    places = {
+        "daemon.instance": instance,
+        "daemon.run_dir": f"{folder}/run",
+        "daemon.state_dir": f"{folder}/state",
+    }
+    return [part for name, value in {"ram.keep": "false", **settings, **places}.items() for part in ("--set", f"{name}={value}")]
 
 
 def _environment() -> dict[str, str]:

@@ -102,7 +102,9 @@ class _Subject:
     def _do(self, op: str) -> None:
         outcome = self._rig.until_done(self._order(op))
         if outcome.code or outcome.problems:
-            raise StratadError(outcome.code or "internal", f"{op} before the fault: {outcome.message} {outcome.problems}")
+            raise StratadError(
+                outcome.code or "internal", f"{op} before the fault: {outcome.message} {outcome.problems}"
+            )
 
     def check_failed(self, cell: Cell, *, damaged: bool) -> None:
         """After the failure: nothing partial is to be seen, and a damaged image is refused from now on; then its bytes
@@ -137,7 +139,7 @@ class _Subject:
 
 
 def engine_kill_cell(rig: Rig, op: str, stage: int) -> Cell:
-    """SIGKILL of the engine in the middle of an operation: its memory is let go of, its images stay for the next one."""
+    """SIGKILL of the engine in the middle of an operation: its memory is let go of, its images stay."""
     cell = Cell(op, stage, ENGINE_KILL)
     subject = _Subject(rig, op)
     subject.prepare()

@@ -74,9 +74,7 @@ class MatrixEngine:
         self._write(order.slot, [bytes(self._shape.slot_bytes)] * len(self._stages))
         try:
             rows = self._rows(order.slot)
-            self._engine.restore(
-                order.conversation, rows=rows, slot=order.slot, deadline_s=order.deadline_s
-            ).result()
+            self._engine.restore(order.conversation, rows=rows, slot=order.slot, deadline_s=order.deadline_s).result()
         except StratadError as exc:
             return Checked(exc.code, exc.message)
         pairs = zip(self._read(order.slot), self._contents(order.seed), strict=True)
@@ -119,9 +117,7 @@ class MatrixEngine:
         match order.op:
             case "capture" | "cancel":
                 named = token_ids(tokens, order.seed)
-                ticket = engine.capture(
-                    order.conversation, named, rows=source, slot=order.slot, deadline_s=deadline_s
-                )
+                ticket = engine.capture(order.conversation, named, rows=source, slot=order.slot, deadline_s=deadline_s)
                 if order.op == "cancel":
                     time.sleep(_BEFORE_CANCEL_S)  # so that its stages copy by then
                     ticket.cancel()

@@ -18,7 +18,6 @@ from stratad.bench.cpu_engine import FINGERPRINT, NAMESPACE
 from stratad.bench.line_process import EngineError
 from stratad.bench.matrix_rig import (
     PRIORS,
-    RECOVER_S,
     SUBJECT_SLOT,
     TARGET_SLOT,
     Cell,

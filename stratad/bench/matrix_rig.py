@@ -96,7 +96,7 @@ class Cell:
         """Whether everything is as it must be."""
         return self.byte_exact and not self.problems
 
-    def expect(self, ok: bool, problem: str) -> None:  # noqa: FBT001 - reads as a sentence
+    def expect(self, ok: bool, problem: str) -> None:
         """Note a problem unless all is well."""
         if not ok:
             self.problems.append(problem)
@@ -155,10 +155,8 @@ class EngineProcess(LineProcess):
 
     def leave(self) -> None:
         """Unregister and end; killed if it does not. Never raises."""
-        try:
+        with contextlib.suppress(EngineError):
             self.call(Quit(), Bye, CALL_S)
-        except EngineError:
-            pass
         self.kill()
 
 
@@ -293,7 +291,9 @@ class Rig:
             checked = self.engine.check(conversation, seed)
             good = not checked.code and all(checked.exact)
             exact = exact and good
-            cell.expect(good, f"image {conversation!r} is not restored: {checked.code or 'other bytes'} {checked.message}")
+            cell.expect(
+                good, f"image {conversation!r} is not restored: {checked.code or 'other bytes'} {checked.message}"
+            )
         cell.byte_exact = exact and bool(self.images)
         self.check_listing(cell)
         settled = self.wait_for(lambda s: not s.ops and not s.staged_bytes and _all_ready(s))
@@ -305,11 +305,13 @@ class Rig:
         listed = self.client.list_images(NAMESPACE)
         seen = sorted(image.conversation for image in listed if not image.parts)
         cell.expect(seen == sorted(self.images), f"images to be seen are {seen}, expected {sorted(self.images)}")
-        partial = [i.conversation for i in listed if not i.parts and (i.tokens, i.stages) != (TOKENS, len(self.devices))]
+        partial = [
+            i.conversation for i in listed if not i.parts and (i.tokens, i.stages) != (TOKENS, len(self.devices))
+        ]
         cell.expect(not partial, f"partial images: {partial}")
 
     def check_segments(self, cell: Cell) -> None:
-        """/dev/shm holds the shuttles that the daemon tells of, and nothing else of this instance."""
+        """Of this instance only those shuttles are there that the daemon tells of, its lock and its journal."""
         shown = self.client.stats().workers
         listed = {
             segment_name(self.daemon.instance, worker.worker, index).removeprefix("/")
@@ -317,8 +319,8 @@ class Rig:
             for index in range(worker.shuttles)
         }
         found = {path.name for path in _SHM.glob(f"stratad.{self.daemon.instance}.*")}
-        shuttles = {name for name in found if name.rpartition(".")[2].isdecimal()}
-        cell.expect(shuttles == listed, f"segments {sorted(shuttles ^ listed)} are not both listed and there")
+        own = {f"stratad.{self.daemon.instance}.{name}" for name in ("lock", "journal")}
+        cell.expect(found - own == listed, f"segments {sorted((found - own) ^ listed)} are not both listed and there")
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -46,8 +46,9 @@ class Do(Line, frozen=True, tag="do"):
 
 
 class Tell(Line, frozen=True, tag="tell"):
-    """``slot_drop``, ``mark`` (clean, then dirty again), ``lookup`` (of the tokens of `seed`) or ``unregister``. Answer:
-    `Told`.
+    """``slot_drop``, ``mark`` (clean, then dirty again), ``lookup`` (of the tokens of `seed`) or ``unregister``.
+
+    Answer: `Told`.
     """
 
     what: str
@@ -93,9 +94,9 @@ class Outcome(Line, frozen=True, tag="outcome"):
     code: str = ""
     message: str = ""
     stage: int = -1
-    states: list[str] = []
-    undefined_rows: list[int] = []
-    problems: list[str] = []
+    states: tuple[str, ...] = ()
+    undefined_rows: tuple[int, ...] = ()
+    problems: tuple[str, ...] = ()
     image_id: int = 0
 
 
@@ -111,7 +112,7 @@ class Checked(Line, frozen=True, tag="checked"):
 
     code: str = ""
     message: str = ""
-    exact: list[bool] = []
+    exact: tuple[bool, ...] = ()
 
 
 Answer: TypeAlias = Imported | Registered | Filled | Outcome | Told | Checked | Failed | Bye

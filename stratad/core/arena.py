@@ -22,6 +22,7 @@ class Arena:
         self._start_before: dict[tuple[int, int], int] = {}
         self._runs_of: dict[int, dict[tuple[int, int], None]] = {}
         self._counts: list[int] = []
+        self._sealed: dict[int, int] = {}  # granules in use, by sealed shuttle
         self.free_granules = 0
         self.total_granules = 0  # that can hold chunks, free or not
 
@@ -39,15 +40,33 @@ class Arena:
         """Size of a shuttle, header included."""
         return self._granules[shuttle] * GRANULE_BYTES
 
-    def add_shuttle(self, shuttle: int, size_bytes: int) -> None:
-        """Add an empty shuttle. Its first granule holds the header and is never handed out."""
+    def add_shuttle(self, shuttle: int, size_bytes: int, taken: Iterable[Extent] = (), *, sealed: bool = False) -> None:
+        """Add a shuttle, of which the extents `taken` are handed out already (each once). Its first granule holds the
+        header and is never handed out. Of a `sealed` one nothing is handed out any more, whatever comes back: somebody
+        else might still write there.
+        """
         assert shuttle not in self._granules, shuttle
         granules = size_bytes // GRANULE_BYTES
         assert granules > HEADER_GRANULES, size_bytes
         self._granules[shuttle] = granules
-        self._insert(shuttle, HEADER_GRANULES, granules - HEADER_GRANULES)
-        self.free_granules += granules - HEADER_GRANULES
+        if sealed:
+            self._sealed[shuttle] = sum(extent.length_bytes for extent in taken) // GRANULE_BYTES
+            self.total_granules += self._sealed[shuttle]
+            return
         self.total_granules += granules - HEADER_GRANULES
+        at = HEADER_GRANULES
+        for extent in sorted(taken):
+            start = extent.offset_bytes // GRANULE_BYTES
+            assert at <= start, f"{extent} is taken twice"
+            self._add_free(shuttle, at, start - at)
+            at = start + extent.length_bytes // GRANULE_BYTES
+        self._add_free(shuttle, at, granules - at)
+
+    def _add_free(self, shuttle: int, start: int, count: int) -> None:
+        assert count >= 0, "a taken extent ends beyond its shuttle"
+        if count:
+            self._insert(shuttle, start, count)
+            self.free_granules += count
 
     def allocate(self, length_bytes: int) -> tuple[Extent, ...] | None:
         """Extents for `length_bytes` (one where possible), or None when fewer granules are free."""
@@ -101,6 +120,11 @@ class Arena:
             start = extent.offset_bytes // GRANULE_BYTES
             count = extent.length_bytes // GRANULE_BYTES
             assert HEADER_GRANULES <= start < start + count <= self._granules[shuttle], extent
+            if shuttle in self._sealed:
+                self._sealed[shuttle] -= count
+                self.total_granules -= count
+                assert self._sealed[shuttle] >= 0, extent
+                continue
             self.free_granules += count
             after = self._count_at.get((shuttle, start + count))
             if after is not None:
@@ -120,10 +144,17 @@ class Arena:
             + [(shuttle, start, count) for (shuttle, start), count in self._count_at.items()]
         )
         expected = dict.fromkeys(self._granules, HEADER_GRANULES)
+        sealed = dict.fromkeys(self._sealed, 0)
         for shuttle, start, count in spans:
-            assert expected[shuttle] == start, f"shuttle {shuttle}: granule {expected[shuttle]} lost or held twice"
+            if shuttle in sealed:
+                assert expected[shuttle] <= start, f"shuttle {shuttle}: granule {start} held twice"
+                sealed[shuttle] += count
+            else:
+                assert expected[shuttle] == start, f"shuttle {shuttle}: granule {expected[shuttle]} lost or held twice"
             expected[shuttle] = start + count
-        assert expected == self._granules, f"granules lost at a shuttle's end: {expected} != {self._granules}"
+        assert sealed == self._sealed, "sealed shuttles out of step"
+        full = {shuttle: end for shuttle, end in expected.items() if shuttle not in sealed}
+        assert full == {s: n for s, n in self._granules.items() if s not in sealed}, "granules lost at a shuttle's end"
         assert self.free_granules == sum(self._count_at.values())
         assert self._counts == sorted(self._runs_of), "lengths out of step with the runs"
 

@@ -28,7 +28,8 @@ def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
         or worker.arena.free_granules * GRANULE_BYTES < settings.shuttle_bytes // 2
     )
     if wanted and worker.can_grow(settings, state.now_s):
-        _make(state, worker, len(worker.sizes), settings.shuttle_bytes, adopt=False)
+        index = next(n for n in range(len(worker.sizes) + 1) if n not in worker.sizes)
+        _make(state, worker, index, settings.shuttle_bytes, adopt=False)
 
 
 def _make(state: State, worker: Worker, index: int, size_bytes: int, *, adopt: bool) -> None:
@@ -86,9 +87,3 @@ def drop_half_made(state: State, worker: Worker) -> None:
     if worker.making is not None and worker.making not in worker.sizes:
         state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, worker.making)))
     worker.making = None
-
-
-def unlink_all(state: State, worker: Worker) -> None:
-    """Remove the names of all shuttles (at a clean stop)."""
-    for segment in worker.segments.values():
-        state.out.append(UnlinkSegment(segment))

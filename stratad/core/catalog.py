@@ -2,157 +2,24 @@
 
 Life of a chunk's extents::
 
-    free --stage--> staged --publish--> referenced by images and read by operations --last one ends--> free
-                       `-----discard-----------------------------------------------------------------> free
+    free --stage--> staged --bind--> referenced by images and read by operations --last one ends--> free
+                       `-----discard--------------------------------------------------------------> free
 
-Nothing staged is visible to a lookup. `publish` makes all chunks of all stages visible in one step.
+An image is bound first, then its record is written to the journal, then it is published: nobody sees it before. What
+makes room is ended in the same order: `victims` names the images, their end is written down, then they are dropped, and
+only then does `stage` find room.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ipc.messages import TOKEN_BYTES
-from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for
-from shm.layout import ChunkSpan
+from shm.extent import GRANULE_BYTES, ChunkPlace, Extent
 from stratad.core.arena import Arena
 from stratad.core.failures import Refusal
+from stratad.core.images import Chunk, ChunkKey, Draft, Image, ImagePart, Scope, Staged, StageDigests, StoredPiece
 from stratad.core.prefixes import PrefixIndex
-
-
-class ChunkKey(NamedTuple):
-    """What makes two chunks the same bytes. `worker` is part of it: an arena is mapped by one worker only. A state's
-    chunk has no tokens.
-    """
-
-    namespace: str
-    fingerprint: str
-    worker: str
-    stage: int
-    group: int
-    token_count: int
-    length_bytes: int
-    algorithm: str
-    key_id: bytes
-    digest: bytes
-
-
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """Published bytes. The extents go back to the arena when neither an image references nor an operation reads it."""
-
-    key: ChunkKey
-    place: ChunkPlace
-    references: int = 0
-    reads: int = 0
-    damaged: bool = False
-
-    @property
-    def granule_bytes(self) -> int:
-        """Bytes of the granules it occupies."""
-        return sum(extent.length_bytes for extent in self.place.extents)
-
-
-class ImagePart(NamedTuple):
-    """A named part of an image that was put: bytes in `chunk_count` chunks of its one stage, from `first_chunk` on."""
-
-    name: str
-    nbytes: int
-    meta: str
-    first_chunk: int
-    chunk_count: int
-
-
-class Scope(NamedTuple):
-    """Images that an engine may restore: same namespace, same fingerprint, stages served by the same workers."""
-
-    namespace: str
-    fingerprint: str
-    workers: tuple[str, ...]
-
-
-@dataclass(slots=True, eq=False)
-class Image:
-    """One published conversation, or a transit image (see `Catalog.transits`), whose `tokens` are empty.
-
-    `stages[s]` lists the chunks of stage s in order (see `StageLayout.chunks`), of `token_count` tokens and the states
-    at `positions`. It can be restored to any number of tokens (`points` None), or to these only. An image that was put
-    has `parts`; others have None.
-    """
-
-    image_id: int
-    scope: Scope
-    conversation: str
-    tokens: bytes
-    token_count: int
-    positions: tuple[int, ...]
-    points: tuple[int, ...] | None
-    stages: tuple[tuple[Chunk, ...], ...]
-    created_unix_s: float
-    used_unix_s: float
-    pinned: bool = False
-    taken: int = 0
-    readers: int = 0
-    restores: int = 0
-    damaged: bool = False
-    parts: tuple[ImagePart, ...] | None = None
-
-    @property
-    def evictable(self) -> bool:
-        """Whether nobody needs it: not pinned, not being restored or taken."""
-        return not (self.pinned or self.readers or self.taken)
-
-    @property
-    def put_token_bytes(self) -> int:
-        """What its tokens take of the byte budget: all of them where it was put."""
-        return 0 if self.parts is None else len(self.tokens)
-
-    def chunks(self) -> Iterator[Chunk]:
-        """All chunks, stage after stage."""
-        for stage in self.stages:
-            yield from stage
-
-
-class Draft(NamedTuple):
-    """What a capture is to become: an image (see there) of `conversation` with the chunks `spans[s]` on stage s. With
-    `partial` these are only some of an image that is put.
-    """
-
-    scope: Scope
-    conversation: str
-    tokens: bytes
-    token_count: int
-    positions: tuple[int, ...]
-    points: tuple[int, ...] | None
-    spans: tuple[tuple[ChunkSpan, ...], ...]
-    transit: bool = False
-    partial: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Staged:
-    """A draft with extents for every chunk, `places[s]` on stage s. Nobody sees it before it is published."""
-
-    draft: Draft
-    places: tuple[tuple[ChunkPlace, ...], ...]
-    open: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class StageDigests:
-    """What a stage's worker answered: 16 bytes a chunk, and how they were made."""
-
-    algorithm: str
-    key_id: bytes
-    digests: tuple[bytes, ...]
-
-
-class StoredPiece(NamedTuple):
-    """Chunks of a part of a put: copied, digested, not published."""
-
-    staged: Staged
-    answer: StageDigests
 
 
 @dataclass(slots=True)
@@ -176,12 +43,14 @@ class Catalog:
     token_bytes: int = 0  # of all images
     open_puts: int = 0  # images in the making whose parts are staged one by one
     put_token_bytes: int = 0  # of those, and of the images that were put
+    over_budget: bool = False  # adopted images that are pinned pass the budget, which is smaller than it was
     _by_name: dict[tuple[str, str], OrderedDict[str, Image]] = field(default_factory=dict)
     _recency: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _prefixes: PrefixIndex = field(default_factory=PrefixIndex)  # of images that can be restored to any length
     _points: PrefixIndex = field(default_factory=PrefixIndex)  # and where the others can be
     _loose: set[Chunk] = field(default_factory=set)
     _staged: dict[int, Staged] = field(default_factory=dict)
+    _bound: dict[int, Image] = field(default_factory=dict)  # whose record is being written
     _partial: dict[int, Staged] = field(default_factory=dict)
 
     # --- space --------------------------------------------------------------------------------------------------------
@@ -190,6 +59,11 @@ class Catalog:
     def used_bytes(self) -> int:
         """Bytes of all granules that are handed out."""
         return sum(arena.used_granules for arena in self.arenas.values()) * GRANULE_BYTES
+
+    @property
+    def held_bytes(self) -> int:
+        """What counts against the byte budget."""
+        return self.used_bytes + self.put_token_bytes
 
     @property
     def staged_bytes(self) -> int:
@@ -211,9 +85,9 @@ class Catalog:
         """Granules that each worker's arena lacks of `need` as it is now, without evicting; empty: none."""
         return {w: n - self.arenas[w].free_granules for w, n in need.items() if n > self.arenas[w].free_granules}
 
-    def stage(self, draft: Draft, need: Mapping[str, int]) -> Staged:
-        """Reserve extents for every chunk, evicting where the budget or an arena asks for it. All or nothing: on a
-        refusal nothing was evicted. `need` is what `needed_granules` says of it.
+    def victims(self, draft: Draft, need: Mapping[str, int]) -> list[Image]:
+        """The images that must go before `stage` finds room: the least recently used that nobody needs. `need` is what
+        `needed_granules` says of the draft.
 
         Raises:
             Refusal: ``no_space`` (what is left is pinned or in use) or ``too_large`` (it could never fit).
@@ -228,12 +102,28 @@ class Catalog:
                 )
         if total_bytes > self.budget_bytes:
             raise Refusal("too_large", f"the image needs {total_bytes} bytes, the budget is {self.budget_bytes}")
-        self._make_room(draft, need, total_bytes, new_image=not draft.partial)
+        keep = self.previous(draft)
+        return self._victims(need, total_bytes, keep, new_images=0 if keep or draft.partial else 1)
+
+    def put_victims(self, draft: Draft) -> list[Image]:
+        """The images that must go before `begin_put` finds room.
+
+        Raises:
+            Refusal: as in `victims`.
+        """
+        token_bytes = len(draft.tokens)
+        if token_bytes > self.budget_bytes:
+            raise Refusal("too_large", f"the tokens have {token_bytes} bytes, the budget is {self.budget_bytes}")
+        keep = self.previous(draft)
+        return self._victims({}, token_bytes, keep, new_images=0 if keep else 1)
+
+    def stage(self, draft: Draft) -> Staged:
+        """Reserve extents for every chunk. The caller has made room: there are no `victims` any more."""
         places: list[tuple[ChunkPlace, ...]] = []
         for worker, stage_spans in zip(draft.scope.workers, draft.spans, strict=True):
             lengths = [span.length_bytes for span in stage_spans]
             extents = self.arenas[worker].allocate_all(lengths)
-            assert extents is not None, "the victims were counted to make room"
+            assert extents is not None, "room was made before"
             places.append(tuple(map(ChunkPlace, lengths, extents)))
         staged = Staged(draft, tuple(places))
         self._book(draft)[id(staged)] = staged
@@ -244,17 +134,10 @@ class Catalog:
 
     def begin_put(self, draft: Draft) -> None:
         """Count one more image in the making against the budget of images; its parts will be staged one by one, each
-        `partial`. Ends with `publish_parts` or `end_put`.
-
-        Raises:
-            Refusal: ``no_space`` (what is left is pinned or in use) or ``too_large`` (its tokens alone).
+        `partial`. Ends with `bind_parts` or `end_put`. The caller has made room: there are no `put_victims` any more.
         """
-        token_bytes = len(draft.tokens)
-        if token_bytes > self.budget_bytes:
-            raise Refusal("too_large", f"the tokens have {token_bytes} bytes, the budget is {self.budget_bytes}")
-        self._make_room(draft, {}, token_bytes, new_image=True)
         self.open_puts += 1
-        self.put_token_bytes += token_bytes
+        self.put_token_bytes += len(draft.tokens)
 
     def end_put(self, draft: Draft) -> None:
         """An image in the making comes to nothing; its parts were discarded."""
@@ -262,15 +145,8 @@ class Catalog:
         self.open_puts -= 1
         self.put_token_bytes -= len(draft.tokens)
 
-    def _make_room(self, draft: Draft, need: Mapping[str, int], total_bytes: int, *, new_image: bool) -> None:
-        """Evict what stands in the way; on a refusal nothing."""
-        keep = self._previous(draft)
-        for image in self._victims(need, total_bytes, keep, new_image=new_image):
-            self.evictions += 1
-            self.drop(image)
-
     def _victims(
-        self, need: Mapping[str, int], total_bytes: int, keep: Image | None, *, new_image: bool
+        self, need: Mapping[str, int], total_bytes: int, keep: Image | None, *, new_images: int
     ) -> list[Image]:
         """Least recently used images whose end makes room for `need` (granules by worker). The image that the capture
         will supersede is kept until the new one is published.
@@ -279,10 +155,10 @@ class Catalog:
             Refusal: ``no_space``: even all of them would not do.
         """
         short = {w: n - self.arenas[w].free_granules for w, n in need.items() if n > self.arenas[w].free_granules}
-        held_bytes = self.used_bytes + self.put_token_bytes
+        held_bytes = self.held_bytes
         over_bytes = held_bytes + total_bytes - self.budget_bytes
-        held_images = len(self.images) + len(self.transits) + len(self._staged) + self.open_puts
-        over_images = held_images + (0 if keep else 1) - self.budget_images if new_image else 0
+        held_images = len(self.images) + len(self.transits) + len(self._bound) + len(self._staged) + self.open_puts
+        over_images = held_images + new_images - self.budget_images
         victims: list[Image] = []
         dying: dict[Chunk, int] = {}
         recency = iter(self._recency)
@@ -315,22 +191,17 @@ class Catalog:
 
     # --- publish ------------------------------------------------------------------------------------------------------
 
-    def publish(
-        self, staged: Staged, answers: Sequence[StageDigests], now_unix_s: float
-    ) -> tuple[Image, int, Image | None]:
-        """Make a staged image visible: ``(image, bytes that were new, superseded image)``.
-
-        Chunks whose key is there already are referenced and their new extents freed. The superseded image of the same
-        conversation is dropped here, in the same step.
+    def bind(self, staged: Staged, answers: Sequence[StageDigests], now_unix_s: float) -> tuple[Image, int]:
+        """An image of what was staged, which nobody sees yet, and how many of its bytes are new. Chunks whose key is
+        there already are referenced and their new extents freed. Ends with `publish` or `unbind`.
         """
         stages, new_bytes = self._reference_chunks(staged, answers)
-        image, previous = self._add(staged.draft, stages, now_unix_s)
-        return image, new_bytes, previous
+        return self._bind(staged.draft, stages, now_unix_s), new_bytes
 
-    def publish_parts(
+    def bind_parts(
         self, draft: Draft, pieces: Sequence[StoredPiece], parts: tuple[ImagePart, ...], now_unix_s: float
-    ) -> tuple[Image, int, Image | None]:
-        """Make a put visible as one image of all `pieces` in order; else like `publish`."""
+    ) -> tuple[Image, int]:
+        """An image of all `pieces` of a put in order; else like `bind`."""
         self.end_put(draft)
         chunks: list[Chunk] = []
         new_bytes = 0
@@ -338,8 +209,28 @@ class Catalog:
             (stage,), new = self._reference_chunks(piece.staged, (piece.answer,))
             chunks.extend(stage)
             new_bytes += new
-        image, previous = self._add(draft, (tuple(chunks),), now_unix_s, parts)
-        return image, new_bytes, previous
+        return self._bind(draft, (tuple(chunks),), now_unix_s, parts), new_bytes
+
+    def publish(self, image: Image) -> Image | None:
+        """Make a bound image visible in one step; the image that it supersedes is dropped in the same step, and
+        returned.
+        """
+        del self._bound[image.image_id]
+        if image.transit:
+            self.transits[image.image_id] = image
+            return None
+        previous = self.find(image.scope.namespace, image.scope.fingerprint, image.conversation)
+        if previous is not None:
+            image.pinned = previous.pinned
+            self.drop(previous)
+        self._list(image)
+        return previous
+
+    def unbind(self, image: Image) -> None:
+        """A bound image comes to nothing."""
+        del self._bound[image.image_id]
+        self.put_token_bytes -= image.put_token_bytes
+        self._let_go(image)
 
     def _reference_chunks(
         self, staged: Staged, answers: Sequence[StageDigests]
@@ -377,14 +268,14 @@ class Catalog:
             stages.append(tuple(chunks))
         return tuple(stages), new_bytes
 
-    def _add(
+    def _bind(
         self,
         draft: Draft,
         stages: tuple[tuple[Chunk, ...], ...],
         now_unix_s: float,
         parts: tuple[ImagePart, ...] | None = None,
-    ) -> tuple[Image, Image | None]:
-        """A new image of chunks that are referenced already, and the image that it supersedes."""
+    ) -> Image:
+        """A new image of chunks that are referenced already."""
         image = Image(
             self.next_image_id,
             draft.scope,
@@ -397,30 +288,47 @@ class Catalog:
             created_unix_s=now_unix_s,
             used_unix_s=now_unix_s,
             parts=parts,
+            transit=draft.transit,
         )
         self.next_image_id += 1
-        if draft.transit:
-            self.transits[image.image_id] = image
-            return image, None
-        previous = self._previous(draft)
-        if previous is not None:
-            image.pinned = previous.pinned
-            self.drop(previous)
+        self._bound[image.image_id] = image
+        self.put_token_bytes += image.put_token_bytes
+        return image
+
+    def _list(self, image: Image) -> None:
         self.images[image.image_id] = image
         self.token_bytes += len(image.tokens)
-        self.put_token_bytes += image.put_token_bytes
         self._recency[image.image_id] = None
-        self._by_name.setdefault((draft.scope.namespace, draft.conversation), OrderedDict())[
-            draft.scope.fingerprint
-        ] = image
-        self._index(image)
-        return image, previous
+        names = self._by_name.setdefault((image.scope.namespace, image.conversation), OrderedDict())
+        names[image.scope.fingerprint] = image
+        if not image.damaged:
+            self._index(image)
 
-    def _previous(self, draft: Draft) -> Image | None:
+    def previous(self, draft: Draft) -> Image | None:
         """The image that this one will supersede."""
         if draft.transit:
             return None
         return self.find(draft.scope.namespace, draft.scope.fingerprint, draft.conversation)
+
+    def adopt(self, image: Image) -> None:
+        """List an image of an earlier daemon. The caller vouches that its chunks' places are in the arenas and taken
+        there, and that chunks of one key are one object.
+        """
+        for chunk in image.chunks():
+            chunk.references += 1
+            if not chunk.damaged:
+                self.chunks[chunk.key] = chunk
+        image.damaged = any(chunk.damaged for chunk in image.chunks())
+        self.put_token_bytes += image.put_token_bytes
+        self._list(image)
+
+    def excess(self) -> list[Image]:
+        """What has to go of adopted images, where the budget is smaller than it was; the oldest that nobody pinned."""
+        try:
+            return self._victims({}, 0, None, new_images=0)
+        except Refusal:
+            self.over_budget = True
+            return [image for image in self.images.values() if image.evictable]
 
     def _index(self, image: Image) -> None:
         if image.points is None:
@@ -538,7 +446,7 @@ class Catalog:
         chunk.damaged = True
         if self.chunks.get(chunk.key) is chunk:
             del self.chunks[chunk.key]
-        every = (*self.images.values(), *self.transits.values())
+        every = (*self.images.values(), *self.transits.values(), *self._bound.values())
         flagged = [image for image in every if not image.damaged and any(c is chunk for c in image.chunks())]
         for image in flagged:
             image.damaged = True
@@ -560,7 +468,7 @@ class Catalog:
         and reads are what the images say; the indexes hold exactly what they should.
         """
         references: dict[Chunk, int] = {}
-        for image in (*self.images.values(), *self.transits.values()):
+        for image in (*self.images.values(), *self.transits.values(), *self._bound.values()):
             for chunk in image.chunks():
                 references[chunk] = references.get(chunk, 0) + 1
         for chunk, count in references.items():
@@ -595,13 +503,4 @@ class Catalog:
         assert len(self._prefixes) == sum(image.points is None for image in found)
         assert len(self._points) == sum(len(image.points or ()) for image in found)
         assert self.put_token_bytes >= sum(image.put_token_bytes for image in self.images.values())
-        assert self.used_bytes + self.put_token_bytes <= self.budget_bytes
-
-
-def needed_granules(draft: Draft) -> dict[str, int]:
-    """Granules that the chunks take, by worker."""
-    need: dict[str, int] = {}
-    for worker, stage_spans in zip(draft.scope.workers, draft.spans, strict=True):
-        granules = sum(granules_for(span.length_bytes) for span in stage_spans)
-        need[worker] = need.get(worker, 0) + granules
-    return need
+        assert self.over_budget or self.held_bytes <= self.budget_bytes

@@ -27,7 +27,7 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
-from stratad.core import arenas, faults, jobs, memory, queue, registration, service
+from stratad.core import adoption, arenas, faults, jobs, journaling, memory, queue, registration, service
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
@@ -43,7 +43,9 @@ HELLO_S = 10.0
 class Core:
     """The daemon's state machine. `devices` maps worker names to device names (``cpu:K`` or a GPU's UUID)."""
 
-    def __init__(self, settings: Settings, devices: Mapping[str, str], at: Instant) -> None:
+    def __init__(
+        self, settings: Settings, devices: Mapping[str, str], at: Instant, legacy: adoption.Legacy | None = None
+    ) -> None:
         # An id that somebody kept from an earlier daemon must name nothing here, so each start begins elsewhere.
         first_image_id = (int.from_bytes(settings.start_id[:5], "little") << 20) + 1
         self.state = State(settings, Catalog(settings.budget_bytes, settings.budget_images, first_image_id))
@@ -53,7 +55,42 @@ class Core:
             arena = Arena()
             self.state.catalog.arenas[name] = arena
             self.state.workers[name] = Worker(name, device, arena, next_start_s=at.now_s)
+        if legacy is not None:
+            adoption.adopt(self.state, legacy)
+        self._adoption_log = self._end()
+        self.records = adoption.snapshot(self.state, legacy)
         self.state.wake_by(at.now_s)
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def start(self, at: Instant) -> list[Effect]:
+        """The first event: what the earlier daemon left is taken over."""
+        state = self._begin(at)
+        state.out.extend(self._adoption_log)
+        self._adoption_log = []
+        self.records = ()
+        adoption.begin(state)
+        return self._end()
+
+    def former_gone(self, name: str, at: Instant) -> list[Effect]:
+        """Proof that the process which served a worker's device for an earlier daemon is gone."""
+        state = self._begin(at)
+        adoption.former_gone(state, state.workers[name])
+        return self._end()
+
+    def journaled(self, serial: int, error: str, at: Instant) -> list[Effect]:
+        """An `Append` was carried out; `error` says why not."""
+        state = self._begin(at)
+        journaling.answered(state, serial, error)
+        if state.closing:
+            registration.remove_idle(state)
+        queue.pump(state)
+        return self._end()
+
+    @property
+    def segments(self) -> frozenset[str]:
+        """The names of all segments that the arenas hold."""
+        return frozenset(s for worker in self.state.workers.values() for s in worker.segments.values())
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -68,6 +105,7 @@ class Core:
                 state.out.append(SpawnWorker(worker.name, worker.generation))
             elif worker.state is WorkerState.STARTING and worker.born_s + state.settings.boot_s <= state.now_s:
                 arenas.kill(state, worker, "worker_hung", f"not ready after {state.settings.boot_s} s")
+        adoption.expire(state)
         jobs.check_deadlines(state)
         queue.expire(state)
         registration.expire(state)
@@ -176,6 +214,7 @@ class Core:
         worker = state.workers[name]
         if worker.generation == generation:
             worker.pid, worker.start_ticks = pid, start_ticks
+            journaling.record_worker(state, worker)
             if worker.state is WorkerState.KILLED or state.stopping:  # it was not there yet when its end was wanted
                 state.out.append(KillWorker(name, generation, "its end was asked for before it was forked"))
         return self._end()
@@ -304,6 +343,7 @@ class Core:
             )
         jobs.worker_gone(state, worker, code, f"worker {name} (pid {worker.pid}): {reason}")
         worker.pid = worker.start_ticks = 0
+        worker.recorded = False
         registration.worker_lost(state, worker)
         if worker.state is WorkerState.FAILED:
             registration.worker_given_up(state, worker)
@@ -325,7 +365,7 @@ class Core:
             for worker in state.workers.values():
                 if worker.state in (WorkerState.READY, WorkerState.STARTING):
                     state.out.append(SendTo(worker.name, StopWorker()))
-                elif worker.state is WorkerState.DEAD:
+                elif worker.state in (WorkerState.DEAD, WorkerState.AWAITING):
                     worker.state = WorkerState.STOPPED
         return self._end()
 
@@ -342,14 +382,6 @@ class Core:
         """Whether every worker's process is gone."""
         gone = (WorkerState.STOPPED, WorkerState.FAILED, WorkerState.DEAD)
         return self.state.stopping and all(worker.state in gone for worker in self.state.workers.values())
-
-    def unlink_all(self) -> list[Effect]:
-        """The names of all shuttles, to be removed once every worker is gone."""
-        state = self.state
-        state.out = []
-        for worker in state.workers.values():
-            arenas.unlink_all(state, worker)
-        return self._end()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -403,6 +435,7 @@ class Core:
         open_bytes = sum(len(put.draft.tokens) for put in puts)
         images = state.catalog.images.values()
         assert state.catalog.put_token_bytes == open_bytes + sum(image.put_token_bytes for image in images)
+        assert not state.appends, "an append was not answered at once"
         copied = {id(op.piece) for op in state.ops.values() if op.piece is not None and not op.piece.put.ended}
         assert copied == {id(piece) for put in puts for piece in put.pieces() if piece.stored is None}
         readers: dict[int, int] = {}

@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from ipc.messages import Command, Reply
 from stratad.core.memory_tracks import Target
+from stratad.core.records import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,32 @@ class KillWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class Append:
+    """Write records to the journal, all or none; `journaled` tells how it went, before any later effect and any other
+    event.
+    """
+
+    serial: int
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchFormer:
+    """Tell by `former_gone` when this process of an earlier daemon, which served `worker`, is proven gone."""
+
+    worker: str
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillFormer:
+    """SIGKILL the process that `WatchFormer` named; its end still has to be proven."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class UnlinkSegment:
     """Remove a shuttle's name from /dev/shm."""
 
@@ -98,6 +125,9 @@ Effect: TypeAlias = (
     | CloseDescriptor
     | SpawnWorker
     | KillWorker
+    | Append
+    | WatchFormer
+    | KillFormer
     | UnlinkSegment
     | SampleMemory
     | DropClient

@@ -9,6 +9,7 @@ from ipc.messages import (
     TOKEN_BYTES,
     Captured,
     Done,
+    Failed,
     GetBegin,
     GetEnd,
     GetPart,
@@ -24,9 +25,9 @@ from ipc.messages import (
     Stage,
 )
 from shm.rows import row_count, unpack_rows
-from stratad.core import jobs, queue
-from stratad.core.catalog import Chunk, Draft, Image
+from stratad.core import jobs, journaling, queue
 from stratad.core.failures import Refusal
+from stratad.core.images import Chunk, Draft, Image
 from stratad.core.intake import CHUNK_LIMIT, check_name, engine_of, find_image
 from stratad.core.ops import Operation, OpKind, OpState, StageRun
 from stratad.core.puts import Get, Part, Piece, Put
@@ -109,6 +110,21 @@ def _put_begin(state: State, engine: Engine, request: PutBegin) -> None:
     # No prefix of it can be restored: it is found by all its tokens, or by its name alone.
     points = (count,) if count else ()
     draft = Draft(engine.scope, request.conversation, request.tokens, count, (), points, (), partial=True)
+    victims = state.catalog.put_victims(draft)
+    if victims:
+        journaling.check_writable(state)
+        journaling.evict(state, victims, lambda state: _begin_put(state, engine, request, draft))
+    else:
+        _begin_put(state, engine, request, draft)
+
+
+def _begin_put(state: State, engine: Engine, request: PutBegin, draft: Draft) -> None:
+    try:
+        if state.catalog.put_victims(draft):  # their end could not be recorded
+            raise journaling.unwritable(state.journal_error)
+    except Refusal as refusal:
+        state.reply(engine.client, Failed(request.seq, refusal.code, refusal.message, start_id=state.settings.start_id))
+        return
     state.catalog.begin_put(draft)
     put = Put(state.number("put"), draft, EXCHANGE_ROW_BYTES, engine.layouts[0].chunk_tokens)
     engine.puts[put.put_id] = put
@@ -227,14 +243,24 @@ def _put_commit(state: State, engine: Engine, request: PutCommit) -> None:
     put = _put_of(engine, request.put_id)
     parts = put.table()
     stored = [piece.stored for piece in put.pieces() if piece.stored is not None]
-    image, new_bytes, _ = state.catalog.publish_parts(put.draft, stored, parts, state.now_unix_s)
+    journaling.check_writable(state)
+    image, new_bytes = state.catalog.bind_parts(put.draft, stored, parts, state.now_unix_s)
     put.ended = True
     del engine.puts[put.put_id]
-    state.count("puts")
-    state.count("new_bytes", new_bytes)
     image_bytes = sum(part.nbytes for part in parts)
-    state.reply(engine.client, Captured(request.seq, image.image_id, image.token_count, image_bytes, new_bytes, ()))
-    queue.pump(state)
+    captured = Captured(request.seq, image.image_id, image.token_count, image_bytes, new_bytes, ())
+
+    def published(state: State) -> None:
+        state.count("puts")
+        state.count("new_bytes", new_bytes)
+        state.reply(engine.client, captured)
+
+    def not_published(state: State, error: str) -> None:
+        refusal = journaling.unwritable(error)
+        state.count("puts_ended")
+        state.reply(engine.client, Failed(request.seq, refusal.code, refusal.message, start_id=state.settings.start_id))
+
+    journaling.publish(state, image, published, not_published)
 
 
 def _put_abort(state: State, engine: Engine, request: PutAbort) -> None:

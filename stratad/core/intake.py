@@ -8,10 +8,10 @@ from ipc.messages import SLOT_LIMIT, TOKEN_BYTES, Capture, CudaIpcPool, GetBegin
 from shm.layout import ChunkSpan, StageLayout
 from shm.row_spaces import SpaceRows, distinct_rows, shared_row
 from shm.rows import ROW_LIMIT, unpack_numbers
-from stratad.core.catalog import Image
 from stratad.core.failures import Refusal
 from stratad.core.fences import Fence
 from stratad.core.fingerprints import differing_fields
+from stratad.core.images import Image
 from stratad.core.ops import Operation, OpKind, StageRun
 from stratad.core.row_lists import CutRows, Need, cut_stages
 from stratad.core.state import ClientRecord, Engine, State

@@ -23,9 +23,9 @@ from ipc.messages import (
 )
 from shm.extent import pack_places
 from shm.rows import pack_numbers
-from stratad.core import arenas
-from stratad.core.catalog import StageDigests, StoredPiece
+from stratad.core import arenas, journaling
 from stratad.core.effects import SendTo
+from stratad.core.images import Image, StageDigests, StoredPiece
 from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
 from stratad.core.puts import Piece
 from stratad.core.state import State, Worker, WorkerState
@@ -73,14 +73,10 @@ def _command(
     kind, stage = op.kind.value, run.stage
     if run.target is not None:
         target = run.target.packed
-        return CopyJob(
-            run.job, pool, rows, target, op.token_count, poll_event, positions, event_wait_s, kind, stage
-        )
+        return CopyJob(run.job, pool, rows, target, op.token_count, poll_event, positions, event_wait_s, kind, stage)
     places = pack_places(op.places(run))
     if op.image is None:
-        return CaptureJob(
-            run.job, pool, rows, op.token_count, places, poll_event, positions, event_wait_s, kind, stage
-        )
+        return CaptureJob(run.job, pool, rows, op.token_count, places, poll_event, positions, event_wait_s, kind, stage)
     chunks = op.stored(run)
     algorithms = tuple(chunk.key.algorithm for chunk in chunks)
     if len(set(algorithms)) == 1:
@@ -171,9 +167,11 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
     op, stage = found
     stored = op.stored(op.stages[stage]) if op.image is not None else ()
     if report.code == "damaged" and 0 <= report.chunk < len(stored):
-        for image in state.catalog.flag_damaged(stored[report.chunk]):
+        flagged = state.catalog.flag_damaged(stored[report.chunk])
+        for image in flagged:
             state.count("images_damaged")
             state.log("error", "image damaged", image=image.image_id, stage=stage, chunk=report.chunk)
+        journaling.record_damage(state, flagged)
     _fail_stage(
         state,
         op,
@@ -296,7 +294,7 @@ def _finish(state: State, op: Operation) -> None:
     elif op.piece is not None:
         _stored(state, op, op.piece)
     elif op.captures:
-        _published(state, op)
+        _captured(state, op)
     else:
         _copied(state, op)
 
@@ -309,18 +307,33 @@ def _disown_written(op: Operation) -> None:
             run.outcome = msgspec.structs.replace(run.outcome, rows_undefined=written.packed)
 
 
-def _published(state: State, op: Operation) -> None:
+def _captured(state: State, op: Operation) -> None:
+    """All stages are copied: bind the image, have it recorded, publish it. A transit image ends with the engine and is
+    not recorded.
+    """
     assert op.staged is not None
     answers = [run.answer for run in op.stages]
-    image, new_bytes, _ = state.catalog.publish(op.staged, [a for a in answers if a is not None], state.now_unix_s)
+    image, new_bytes = state.catalog.bind(op.staged, [a for a in answers if a is not None], state.now_unix_s)
     op.staged = None
-    op.advance("publish")
-    engine = state.engines[op.engine_id]
     if op.kind is OpKind.SLOT_TO:
+        state.catalog.publish(image)
+        engine = state.engines[op.engine_id]
         former = engine.transits.pop(op.slot, None)
         if former is not None:
             state.catalog.drop_transit(former)
         engine.transits[op.slot] = image
+        _published(state, op, image, new_bytes)
+        return
+    journaling.publish(
+        state,
+        image,
+        lambda state: _published(state, op, image, new_bytes),
+        lambda state, error: fail(state, op, "journal_unwritable", str(journaling.unwritable(error))),
+    )
+
+
+def _published(state: State, op: Operation, image: Image, new_bytes: int) -> None:
+    op.advance("publish")
     state.count(f"{op.kind.value}s")
     state.count("new_bytes", new_bytes)
     image_bytes = sum(run.job_bytes for run in op.stages)

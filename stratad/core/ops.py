@@ -22,8 +22,8 @@ from typing import Final
 from ipc.messages import StageOutcome
 from shm.extent import ChunkPlace
 from shm.layout import ChunkSpan
-from stratad.core.catalog import Chunk, Image, Scope, Staged, StageDigests
 from stratad.core.failures import InvalidTransition
+from stratad.core.images import Chunk, Image, Scope, Staged, StageDigests
 from stratad.core.puts import Piece
 from stratad.core.row_lists import CutRows
 

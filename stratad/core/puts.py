@@ -11,8 +11,8 @@ A piece is named by its first row. Its rows are claimed from its begin on, so no
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from stratad.core.catalog import Chunk, Draft, Image, ImagePart, Staged, StoredPiece
 from stratad.core.failures import Refusal
+from stratad.core.images import Chunk, Draft, Image, ImagePart, Staged, StoredPiece
 
 PART_LIMIT = 4096
 # Names and notes of all parts of a put: what the daemon keeps of each image besides its chunks, and a reply lists.

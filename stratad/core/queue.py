@@ -1,9 +1,9 @@
 """Operations that wait: for a worker, a pool, a shuttle or space."""
 
 from ipc.messages import Progress
-from stratad.core import arenas, jobs
-from stratad.core.catalog import Draft, needed_granules
+from stratad.core import arenas, jobs, journaling
 from stratad.core.failures import Refusal
+from stratad.core.images import Draft, needed_granules
 from stratad.core.intake import raise_fences
 from stratad.core.ops import Operation, OpKind, OpState
 from stratad.core.state import Engine, PoolState, State, WorkerState
@@ -139,6 +139,13 @@ def _space(state: State, op: Operation) -> str:
         transit=op.kind is OpKind.SLOT_TO,
         partial=op.kind is OpKind.PUT_PART,
     )
+    if op.kind is not OpKind.SLOT_TO:  # a transit image ends with the daemon
+        journaling.check_writable(state)
+    for name in op.scope.workers:
+        if not state.workers[name].recorded:
+            journaling.check_writable(state)
+            journaling.record_worker(state, state.workers[name])
+            return f"the journal to name the process of {name}"
     need = op.need = op.need or needed_granules(draft)  # it may be asked for at every event
     for name in state.catalog.shortfall(need):
         worker = state.workers[name]
@@ -151,7 +158,7 @@ def _space(state: State, op: Operation) -> str:
             arenas.tend(state, worker)
             return f"shuttles of {name}"
     try:
-        op.staged = state.catalog.stage(draft, need)
+        victims = state.catalog.victims(draft, need)
     except Refusal as refusal:
         if refusal.code == "no_space" and any(other.state is OpState.COPYING for other in state.ops.values()):
             return "space held by operations in flight"
@@ -161,6 +168,11 @@ def _space(state: State, op: Operation) -> str:
                 text = f"{refusal.message}; the arena of {name} could not grow: {failed}"
                 raise Refusal("no_space", text) from refusal
         raise
+    if victims:
+        journaling.check_writable(state)
+        journaling.evict(state, victims, lambda _: None)
+        return "room: images are evicted"
+    op.staged = state.catalog.stage(draft)
     for name in op.scope.workers:
         arenas.tend(state, state.workers[name])
     return ""

@@ -17,11 +17,11 @@ from ipc.messages import (
 )
 from shm.layout import LayoutError, check_layout
 from stratad.core import jobs
-from stratad.core.catalog import Scope
 from stratad.core.effects import CloseDescriptor, ForwardDescriptor, SendTo
 from stratad.core.exchange import check_exchange, end_get, end_put
 from stratad.core.failures import Refusal
 from stratad.core.fingerprints import check_fingerprint, complete_fingerprint, fingerprint_id
+from stratad.core.images import Scope
 from stratad.core.intake import check_name
 from stratad.core.ops import OpKind, OpState
 from stratad.core.state import ClientRecord, Engine, EngineStage, PoolState, State, Worker, WorkerState

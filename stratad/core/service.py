@@ -1,5 +1,7 @@
 """What each request of a client does."""
 
+from collections.abc import Callable, Sequence
+
 from ipc.messages import (
     PROTOCOL_VERSION,
     TOKEN_BYTES,
@@ -43,10 +45,10 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import exchange, faults, jobs, memory, memory_view, queue, registration, views
-from stratad.core.catalog import Image
+from stratad.core import exchange, faults, jobs, journaling, memory, memory_view, queue, registration, views
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
+from stratad.core.images import Image
 from stratad.core.intake import check_slot_number, engine_of, operation_of
 from stratad.core.ops import OpState
 from stratad.core.state import ClientRecord, State, StatsRequest
@@ -182,10 +184,14 @@ def _mark(state: State, client: ClientRecord, request: Mark) -> None:
 
 def _pin(state: State, client: ClientRecord, request: Pin) -> None:
     images = _named(state, client, request)
-    for image in images:
-        image.pinned = request.pinned
-    state.reply(client.client, Done(request.seq, len(images)))
-    queue.pump(state)
+    journaling.check_writable(state)
+
+    def recorded(state: State) -> None:
+        for image in images:
+            image.pinned = request.pinned
+        state.reply(client.client, Done(request.seq, len(images)))
+
+    journaling.record_again(state, images, recorded, _refuse(client, request.seq), pinned=request.pinned)
 
 
 def _lookup(state: State, client: ClientRecord, request: Lookup) -> None:
@@ -219,13 +225,13 @@ def _end_take(state: State, client: ClientRecord, request: Acknowledge | Release
 
 def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> None:
     image = _end_take(state, client, request)
-    if image is not None:
-        if image.pinned:
+    if image is None or image.pinned:
+        if image is not None:
             state.log("info", "taken image was pinned meanwhile and stays", image=image.image_id)
-        else:
-            state.catalog.drop(image)
-    state.reply(client.client, Done(request.seq, int(image is not None)))
-    queue.pump(state)
+        state.reply(client.client, Done(request.seq, int(image is not None)))
+        queue.pump(state)
+        return
+    _drop_all(state, client, request.seq, [image])
 
 
 def _give_back(state: State, client: ClientRecord, request: Release) -> None:
@@ -250,22 +256,34 @@ def _drop(state: State, client: ClientRecord, request: Drop) -> None:
     for image in images:
         if image.pinned and not request.force:
             raise Refusal("pinned", f"image {image.image_id} is pinned; drop it with force or unpin it first")
-    for image in images:
-        state.catalog.drop(image)
+    journaling.check_writable(state)
     state.count("drops", len(images))
-    state.reply(client.client, Done(request.seq, len(images)))
-    queue.pump(state)
+    _drop_all(state, client, request.seq, images)
 
 
 def _clear(state: State, client: ClientRecord, request: Clear) -> None:
     if not _may_touch(state, client, request.namespace):
         raise Refusal("not_permitted", f"namespace {request.namespace[:80]!r} is not yours")
     images = [i for i in state.catalog.images.values() if i.scope.namespace == request.namespace and not i.pinned]
-    for image in images:
-        state.catalog.drop(image)
+    journaling.check_writable(state)
     state.count("drops", len(images))
-    state.reply(client.client, Done(request.seq, len(images)))
-    queue.pump(state)
+    _drop_all(state, client, request.seq, images)
+
+
+def _drop_all(state: State, client: ClientRecord, seq: int, images: Sequence[Image]) -> None:
+    """Record the end of images, drop them, and answer with their number."""
+    done = Done(seq, len(images))
+    journaling.drop(state, images, lambda state: state.reply(client.client, done), _refuse(client, seq))
+
+
+def _refuse(client: ClientRecord, seq: int) -> Callable[[State, str], None]:
+    """What answers a request whose change could not be recorded; nothing was changed."""
+
+    def refuse(state: State, error: str) -> None:
+        refusal = journaling.unwritable(error)
+        state.reply(client.client, Failed(seq, refusal.code, refusal.message, start_id=state.settings.start_id))
+
+    return refuse
 
 
 def _cancel(state: State, client: ClientRecord, request: Cancel) -> None:

@@ -1,6 +1,7 @@
 """Everything the core knows: its settings, and its records of clients, engines and workers."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -8,9 +9,10 @@ from typing import NamedTuple
 from ipc.messages import FaultInfo, Reply, Stage, WorkerProcess, WorkerReady
 from shm.layout import StageLayout, interned
 from stratad.core.arena import Arena
-from stratad.core.catalog import Catalog, Image, Scope
+from stratad.core.catalog import Catalog
 from stratad.core.effects import Effect, LogLine, ReplyTo
 from stratad.core.fences import RowFences
+from stratad.core.images import Image, Scope
 from stratad.core.memory_tracks import MemorySettings, MemoryState
 from stratad.core.ops import Operation
 from stratad.core.puts import Get, Put
@@ -55,10 +57,11 @@ class Settings:
 
 
 class WorkerState(Enum):
-    """Where a worker is. KILLED: SIGKILL was asked for, its end is not proven yet. DEAD, FAILED and STOPPED: it is
-    proven gone.
+    """Where a worker is. AWAITING: the process that served the device for an earlier daemon is not proven gone. KILLED:
+    SIGKILL was asked for, its end is not proven yet. DEAD, FAILED and STOPPED: it is proven gone.
     """
 
+    AWAITING = "awaiting"
     STARTING = "starting"
     READY = "ready"
     KILLED = "killed"
@@ -83,6 +86,9 @@ class Worker:
     deaths: int = 0
     deaths_in_row: int = 0
     kill_code: str = ""
+    former: tuple[int, int] | None = None  # pid and start ticks of the earlier daemon's process, not proven gone
+    former_by_s: float = math.inf  # when that is killed
+    recorded: bool = False  # the journal names its present process
     detail: str = ""
     ready: WorkerReady | None = None
     segments: dict[int, str] = field(default_factory=dict)
@@ -217,6 +223,10 @@ class State:
     memory: MemoryState = field(default_factory=MemoryState)
     owners: dict[str, int] = field(default_factory=dict)
     fingerprint_fields: dict[str, dict[str, str]] = field(default_factory=dict)
+    # Appends that are not answered, by serial: what follows a good answer, and a bad one (see `journaling`).
+    appends: dict[int, "tuple[Callable[[State], None], Callable[[State, str], None]]"] = field(default_factory=dict)
+    journal_error: str = ""  # why the latest append failed
+    journal_again_s: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     now_s: float = 0.0

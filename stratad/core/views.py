@@ -12,7 +12,7 @@ from ipc.messages import (
 )
 from shm.extent import GRANULE_BYTES, pack_places
 from stratad.core import memory_view
-from stratad.core.catalog import Image
+from stratad.core.images import Image
 from stratad.core.ops import RUNNING
 from stratad.core.state import Engine, State, Worker, WorkerState
 

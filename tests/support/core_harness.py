@@ -42,8 +42,9 @@ from shm.extent import unpack_places
 from shm.layout import Plane, StageLayout
 from shm.rows import pack_rows
 from stratad.core.core import Core
-from stratad.core.effects import DropClient, Effect, KillWorker, ReplyTo, SampleMemory, SendTo, SpawnWorker
+from stratad.core.effects import Append, DropClient, Effect, KillWorker, ReplyTo, SampleMemory, SendTo, SpawnWorker
 from stratad.core.memory_tracks import Reading, Role, Target
+from stratad.core.records import Record
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
 from tests.support.layouts import stage_layout
@@ -113,6 +114,8 @@ class Harness:
     memory: dict[tuple[Role, str], Reading | None] = field(default_factory=dict)  # by `Target.key`; others: `reading`
     seq: int = 0
     auto: bool = True
+    records: list[Record] = field(default_factory=list)  # the journal
+    journal_error: str = ""  # why it cannot be written
 
     @classmethod
     def make(cls, workers: int = 2, devices: dict[str, str] | None = None, **changes: object) -> "Harness":
@@ -143,6 +146,10 @@ class Harness:
                     self.perform(self.core.worker_forked(effect.worker, effect.generation, 1000, 5, self.at))
                     if self.auto:
                         self.ready(effect.worker)
+                case Append():
+                    if not self.journal_error:
+                        self.records.extend(effect.records)
+                    self.perform(self.core.journaled(effect.serial, self.journal_error, self.at))
                 case SampleMemory():
                     found = [(target, self.memory.get(target.key, self.reading(target))) for target in effect.targets]
                     self.perform(self.core.sampled(found, self.at))

@@ -22,6 +22,7 @@ SMALL_SETTINGS: Mapping[str, str] = {
     "ram.budget_bytes": "64MiB",
     "ram.shuttle_bytes": "4MiB",
     "restarts.backoff_first_s": "0.02",
+    "ram.keep": "false",
 }
 
 

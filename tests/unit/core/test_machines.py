@@ -2,8 +2,8 @@
 
 import pytest
 
-from stratad.core.catalog import Scope
 from stratad.core.failures import InvalidTransition
+from stratad.core.images import Scope
 from stratad.core.ops import OP_MOVES, STAGE_MOVES, Operation, OpKind, OpState, StageRun, StageState
 from stratad.core.row_lists import CutRows
 

@@ -388,6 +388,7 @@ def test_the_estimate_of_a_record_is_near_what_one_takes(make_core: MakeCore, im
             core.finish_all()
             core.replies.clear()
             core.effects.clear()
+            core.records.clear()
 
     publish(0, 10)
     chunks, token_bytes = len(catalog.chunks), catalog.token_bytes

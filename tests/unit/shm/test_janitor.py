@@ -8,7 +8,7 @@ import pytest
 
 from shm.extent import GRANULE_BYTES
 from shm.header import ShuttleHeader
-from shm.janitor import list_segments, remove_segments
+from shm.janitor import Segment, list_segments, remove_segments
 from shm.process import boot_id
 from shm.shuttle import Shuttle
 from tests.support.instances import fresh_instance
@@ -60,7 +60,7 @@ def test_a_header_that_cannot_be_read_does_not_keep_the_name(instance: str, cont
     path = SHM / f"stratad.{instance}.cpu_0.0"
     path.write_bytes(content)
     path.chmod(mode)
-    expected = [(f"/{path.name}", None, len(content))]
+    expected = [Segment(f"/{path.name}", None, len(content))]
     assert list_segments(instance) == expected
     assert remove_segments(instance) == expected
     make(instance, 0)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from shm.digest_key import key_id
 from tests.unit.workers.rig import KEY
-from workers.digest import BLOCK_BYTES, MLH, XXH3, Bytes, Digester, key_id, xxh3_seed
+from workers.digest import BLOCK_BYTES, MLH, XXH3, Bytes, Digester, xxh3_seed
 
 DIGESTER = Digester(KEY)
 OTHER = Digester(KEY[::-1])

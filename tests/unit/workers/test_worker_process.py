@@ -34,6 +34,7 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
+from shm.digest_key import key_id
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_places
 from shm.layout import StageLayout
 from shm.memfd import create_pool
@@ -42,7 +43,6 @@ from tests.support.layouts import packed_rows
 from tests.unit.workers.rig import slot_layout
 from tests.unit.workers.supervisor import SmallSupervisor, own_process
 from workers import exit_codes
-from workers.digest import key_id
 
 SHUTTLE_BYTES = 64 * GRANULE_BYTES
 

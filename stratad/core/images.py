@@ -1,0 +1,152 @@
+"""Images and what they are made of: the values that the catalog keeps, the operations read and the journal records."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shm.extent import ChunkPlace, granules_for
+from shm.layout import ChunkSpan
+
+
+class ChunkKey(NamedTuple):
+    """What makes two chunks the same bytes. `worker` is part of it: an arena is mapped by one worker only. A state's
+    chunk has no tokens.
+    """
+
+    namespace: str
+    fingerprint: str
+    worker: str
+    stage: int
+    group: int
+    token_count: int
+    length_bytes: int
+    algorithm: str
+    key_id: bytes
+    digest: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Published bytes. The extents go back to the arena when neither an image references nor an operation reads it."""
+
+    key: ChunkKey
+    place: ChunkPlace
+    references: int = 0
+    reads: int = 0
+    damaged: bool = False
+
+    @property
+    def granule_bytes(self) -> int:
+        """Bytes of the granules it occupies."""
+        return sum(extent.length_bytes for extent in self.place.extents)
+
+
+class ImagePart(NamedTuple):
+    """A named part of an image that was put: bytes in `chunk_count` chunks of its one stage, from `first_chunk` on."""
+
+    name: str
+    nbytes: int
+    meta: str
+    first_chunk: int
+    chunk_count: int
+
+
+class Scope(NamedTuple):
+    """Images that an engine may restore: same namespace, same fingerprint, stages served by the same workers."""
+
+    namespace: str
+    fingerprint: str
+    workers: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Image:
+    """One published conversation, or a transit image (see `Catalog.transits`), whose `tokens` are empty.
+
+    `stages[s]` lists the chunks of stage s in order (see `StageLayout.chunks`), of `token_count` tokens and the states
+    at `positions`. It can be restored to any number of tokens (`points` None), or to these only. An image that was put
+    has `parts`; others have None.
+    """
+
+    image_id: int
+    scope: Scope
+    conversation: str
+    tokens: bytes
+    token_count: int
+    positions: tuple[int, ...]
+    points: tuple[int, ...] | None
+    stages: tuple[tuple[Chunk, ...], ...]
+    created_unix_s: float
+    used_unix_s: float
+    pinned: bool = False
+    taken: int = 0
+    readers: int = 0
+    restores: int = 0
+    damaged: bool = False
+    parts: tuple[ImagePart, ...] | None = None
+    transit: bool = False
+
+    @property
+    def evictable(self) -> bool:
+        """Whether nobody needs it: not pinned, not being restored or taken."""
+        return not (self.pinned or self.readers or self.taken)
+
+    @property
+    def put_token_bytes(self) -> int:
+        """What its tokens take of the byte budget: all of them where it was put."""
+        return 0 if self.parts is None else len(self.tokens)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All chunks, stage after stage."""
+        for stage in self.stages:
+            yield from stage
+
+
+class Draft(NamedTuple):
+    """What a capture is to become: an image (see there) of `conversation` with the chunks `spans[s]` on stage s. With
+    `partial` these are only some of an image that is put.
+    """
+
+    scope: Scope
+    conversation: str
+    tokens: bytes
+    token_count: int
+    positions: tuple[int, ...]
+    points: tuple[int, ...] | None
+    spans: tuple[tuple[ChunkSpan, ...], ...]
+    transit: bool = False
+    partial: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """A draft with extents for every chunk, `places[s]` on stage s. Nobody sees it before it is published."""
+
+    draft: Draft
+    places: tuple[tuple[ChunkPlace, ...], ...]
+    open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StageDigests:
+    """What a stage's worker answered: 16 bytes a chunk, and how they were made."""
+
+    algorithm: str
+    key_id: bytes
+    digests: tuple[bytes, ...]
+
+
+class StoredPiece(NamedTuple):
+    """Chunks of a part of a put: copied, digested, not published."""
+
+    staged: Staged
+    answer: StageDigests
+
+
+def needed_granules(draft: Draft) -> dict[str, int]:
+    """Granules that the chunks take, by worker."""
+    need: dict[str, int] = {}
+    for worker, stage_spans in zip(draft.scope.workers, draft.spans, strict=True):
+        granules = sum(granules_for(span.length_bytes) for span in stage_spans)
+        need[worker] = need.get(worker, 0) + granules
+    return need
