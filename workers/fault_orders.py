@@ -1,8 +1,8 @@
 """Which copies fail on order: orders given at birth, and faults that are armed later.
 
 Both are the same thing, an `Order` that counts the copies it concerns. One given at birth (`WorkerSpec.faults`)
-concerns a lane, ``capture.copy_error=3``, or each lane by itself; an armed one concerns an operation and a stage, and strikes
-once. ``3`` is the third copy, ``3+`` the third and all later ones. A copy is one slice.
+concerns a lane, ``capture.copy_error=3``, or each lane by itself; an armed one concerns an operation and a stage, and
+strikes once. ``3`` is the third copy, ``3+`` the third and all later ones. A copy is one slice.
 """
 
 import threading
@@ -27,6 +27,7 @@ COPY_FAULTS: Final = (
 OTHER_FAULTS: Final = (
     "event_stuck",
     "shuttle_error",
+    "shuttle_kill",
     "pool_error",
     "boot_error",
     "leak_bytes",

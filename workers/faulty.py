@@ -15,6 +15,7 @@ fault                 what happens
 ``drain_error``       what the copy left running cannot be waited for
 ``event_stuck``       the engine's event is never reached (any value)
 ``shuttle_error``     the shuttle with this index cannot be page-locked
+``shuttle_kill``      the process kills itself while it page-locks the shuttle with this index
 ``pool_error``        no pool can be opened (the value is the code)
 ``slow_pool_s``       every pool takes that many seconds more to open
 ``boot_error``        the self test fails (any value)
@@ -269,6 +270,8 @@ class FaultyDevice:
         """See `Device`."""
         if self._faults.setting("shuttle_error") == str(index):
             raise DeviceFailure("device_error", f"ordered failure of shuttle {index}")
+        if self._faults.setting("shuttle_kill") == str(index):
+            os.kill(os.getpid(), signal.SIGKILL)
         locked = self._inner.add_shuttle(index, memory)
         self._shuttles.add(index, memory)
         return locked

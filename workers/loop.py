@@ -71,6 +71,7 @@ class Worker:
         digester: Digester,
         lifeline: Lifeline,
         link: Link,
+        *,
         faults: FaultBook | None = None,
     ) -> None:
         self._spec = spec

@@ -74,7 +74,7 @@ def run_worker(spec: WorkerSpec, born_s: float) -> int:
         faults = fault_book(spec)
         device = make_device(spec, digester, faults)
         device.bind_thread()
-        worker = Worker(spec, device, digester, lifeline, link, faults)
+        worker = Worker(spec, device, digester, lifeline, link, faults=faults)
         device.self_test()
     except (DeviceFailure, ValueError, OSError) as exc:
         _log.error("the device cannot be used device=%s error=%s", spec.device, exc)

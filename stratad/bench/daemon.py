@@ -96,6 +96,11 @@ class PrivateDaemon:
         """SIGTERM."""
         self._process.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+
     def wait_ended(self, timeout_s: float) -> int | None:
         """Exit status of the process (minus the signal's number), or None where it goes on."""
         try:
@@ -108,13 +113,13 @@ class PrivateDaemon:
         """What the daemon wrote; removed with it."""
         return _log_path(self._folder)
 
-    def connect(self) -> tuple[Client, StartTimes]:
-        """Wait for the first accepted handshake, then for every worker.
+    def connect(self, call_deadline_s: float = _CALL_DEADLINE_S) -> tuple[Client, StartTimes]:
+        """Wait for the first accepted handshake, then for every worker. Calls of the client may take `call_deadline_s`.
 
         Raises:
             CommandError: the daemon ended, did not come up in time, or a worker failed.
         """
-        client = self._first_hello()
+        client = self.first_client(call_deadline_s)
         hello_s = time.perf_counter() - self._started_s
         try:
             check_same_build(client.welcome, package_hash())
@@ -125,8 +130,12 @@ class PrivateDaemon:
             raise
         return client, StartTimes(hello_s, workers_s, rss_bytes)
 
-    def _first_hello(self) -> Client:
-        """Connect as soon as the socket is there; the client's own pauses between attempts would blur the time."""
+    def first_client(self, call_deadline_s: float = _CALL_DEADLINE_S) -> Client:
+        """Connect as soon as the socket is there; the client's own pauses between attempts would blur the time.
+
+        Raises:
+            CommandError: the daemon ended, or did not come up in time.
+        """
         until_s = self._started_s + _HELLO_TIMEOUT_S
         path = socket_paths(self.run_dir, self.instance).life
         while not listens(path, socket.SOCK_SEQPACKET):
@@ -134,7 +143,7 @@ class PrivateDaemon:
                 raise self._failed("did not accept a client")
             time.sleep(_RETRY_S)
         try:
-            return Client.connect(self.run_dir, self.instance, deadline_s=_CALL_DEADLINE_S, name="stratactl bench")
+            return Client.connect(self.run_dir, self.instance, deadline_s=call_deadline_s, name="stratactl bench")
         except DeadlineExceeded as exc:
             raise self._failed("did not accept a client") from exc
 
@@ -214,7 +223,11 @@ def _arguments(folder: Path, instance: str, settings: Mapping[str, str]) -> list
         "daemon.run_dir": f"{folder}/run",
         "daemon.state_dir": f"{folder}/state",
     }
-    return [part for name, value in {"ram.keep": "false", **settings, **places}.items() for part in ("--set", f"{name}={value}")]
+    return [
+        part
+        for name, value in {"ram.keep": "false", **settings, **places}.items()
+        for part in ("--set", f"{name}={value}")
+    ]
 
 
 def _environment() -> dict[str, str]:

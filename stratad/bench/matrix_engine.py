@@ -78,7 +78,7 @@ class MatrixEngine:
         except StratadError as exc:
             return Checked(exc.code, exc.message)
         pairs = zip(self._read(order.slot), self._contents(order.seed), strict=True)
-        return Checked(exact=[found == expected for found, expected in pairs])
+        return Checked(exact=tuple(found == expected for found, expected in pairs))
 
     def do(self, order: Do) -> Outcome:
         """Carry out an operation and look at every byte that it may have touched."""
@@ -99,17 +99,17 @@ class MatrixEngine:
         seconds = time.monotonic() - started_s
         problems: list[str] = []
         if ticket is not None and not ticket.wait_rows_free(_ROWS_FREE_S):
-            return Outcome(seconds, "rows_busy", "", problems=[f"the rows are still busy {_ROWS_FREE_S:g} s later"])
+            return Outcome(seconds, "rows_busy", "", problems=(f"the rows are still busy {_ROWS_FREE_S:g} s later",))
         if order.op in READING:
             problems += self._check_source(order)
         # Whoever was lost, or did not wait for the answer, knows nothing of any row.
         if order.op in WRITING and (error is None or error.code not in ("lost", "deadline")):
             problems += self._check_target(order, before, error)
         if error is None:
-            return Outcome(seconds, problems=problems, image_id=image_id)
-        undefined = [len(self._undefined(order.target, outcome)) for outcome in error.stages]
-        states = [outcome.state for outcome in error.stages]
-        return Outcome(seconds, error.code, error.message, error.stage, states, undefined, problems)
+            return Outcome(seconds, problems=tuple(problems), image_id=image_id)
+        undefined = tuple(len(self._undefined(order.target, outcome)) for outcome in error.stages)
+        states = tuple(outcome.state for outcome in error.stages)
+        return Outcome(seconds, error.code, error.message, error.stage, states, undefined, tuple(problems))
 
     def _start(self, order: Do) -> "Ticket[Captured] | Ticket[Restored] | Ticket[Copied]":
         engine, tokens, deadline_s = self._engine, self._shape.tokens, order.deadline_s

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from shm.layout import Plane, StageLayout, one_group
 from stratad.pools import CpuPool, StagePool
 
+
 class Shape:
     """Sizes of one stage; all stages have the same."""
 
@@ -78,9 +79,7 @@ class GpuMemory:
         count = torch.cuda.device_count()
         ordinal = next(n for n in range(count) if f"GPU-{torch.cuda.get_device_properties(n).uuid}" == device)
         self._device = f"cuda:{ordinal}"
-        self._memory = torch.empty(
-            shape.plane_bytes * shape.planes, dtype=torch.uint8, device=self._device
-        )
+        self._memory = torch.empty(shape.plane_bytes * shape.planes, dtype=torch.uint8, device=self._device)
         self.pool = StagePool(device, shape.layout, self._memory)
 
     def read(self, offset: int, size: int) -> bytes:

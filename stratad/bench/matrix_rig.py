@@ -15,12 +15,13 @@ from types import TracebackType
 from typing import Final, Self, TypeVar
 
 import msgspec
+import psutil
 
 from ipc.messages import StatsReply
 from shm.header import segment_name
+from stratad import topology
 from stratad.bench.cpu_engine import NAMESPACE
 from stratad.bench.daemon import PrivateDaemon
-from stratad.bench.engine_wire import Bye, Quit
 from stratad.bench.line_process import EngineError, LineProcess, start_process
 from stratad.bench.matrix_wire import (
     Answer,
@@ -37,8 +38,11 @@ from stratad.bench.matrix_wire import (
     Told,
 )
 from stratad.client import Client
-from stratad.ctl.output import JsonObject
+from stratad.ctl.exit_codes import ExitCode
+from stratad.ctl.output import CommandError, JsonObject
+from stratad.devices import parse_devices
 from stratad.errors import StratadError
+from stratad.topology import DeviceSpec
 
 # Four slices a stage, so that a fault at the second one strikes in the middle of the copy.
 TOKENS: Final = 256
@@ -54,15 +58,20 @@ PRIORS: Final = 3
 JOB_FLOOR_S: Final = 0.5
 RECOVER_S: Final = 20.0
 CALL_S: Final = 30.0
+# Of the driver's own client: what it asks again and again of a daemon that has died must end soon.
+DRIVER_CALL_S: Final = 5.0
 _IMPORT_S: Final = 120.0
 _RETRY_S: Final = 0.002
 AnswerT = TypeVar("AnswerT")
+# How the kernel names a worker's process: cut to 15 characters.
+_WORKER_PREFIX: Final = "strata-"
+_NAME_CHARS: Final = 15 - len(_WORKER_PREFIX)
 _SHM: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies
 
 SETTINGS: Final[Mapping[str, str]] = {
     "testing.allow_faults": "true",
     "ram.budget_bytes": "128MiB",
-    "ram.shuttle_bytes": "4MiB",
+    "ram.shuttle_bytes": "2MiB",
     "copy.chunk_tokens": "64",
     "copy.slice_bytes": str(SLICE_BYTES),
     "copy.staging_bytes": str(2 * SLICE_BYTES),
@@ -127,15 +136,15 @@ class EngineProcess(LineProcess):
         arguments = ["--import-torch"] if gpu else []
         return cls(start_process("stratad.bench.matrix_engine", arguments, log), log, Answer)
 
-    def register(self, daemon: PrivateDaemon, devices: list[str]) -> None:
-        """Have it connect and register one stage a device.
+    def begin_to_register(self, daemon: PrivateDaemon, devices: list[str]) -> None:
+        """Have it connect and register one stage a device; its answer will be `Registered`.
 
         Raises:
-            EngineError: it could not.
+            EngineError: it has died.
         """
         order = Register(str(daemon.run_dir), daemon.instance, devices, SLOTS, TOKENS, PLANES, ROW_BYTES)
         self.answer(Imported, _IMPORT_S)
-        self.call(order, Registered, _IMPORT_S)
+        self.begin(order, CALL_S)
 
     def fill(self, slot: int, seed: int) -> None:
         """Write the contents of a seed to a slot."""
@@ -153,12 +162,6 @@ class EngineProcess(LineProcess):
         """Restore an image into zeroed rows and compare."""
         return self.call(Check(conversation, PROBE_SLOT, seed), Checked, CALL_S)
 
-    def leave(self) -> None:
-        """Unregister and end; killed if it does not. Never raises."""
-        with contextlib.suppress(EngineError):
-            self.call(Quit(), Bye, CALL_S)
-        self.kill()
-
 
 class Rig:
     """A daemon with one engine and published images. Use as a context manager."""
@@ -166,51 +169,80 @@ class Rig:
     def __init__(
         self,
         daemon: PrivateDaemon,
-        client: Client,
+        *,
+        workers: tuple[str, ...],
         devices: list[str],
         log: Path,
         spare: EngineProcess,
         settings: Mapping[str, str],
         stack: ExitStack,
     ) -> None:
-        """`settings` are those of a next daemon."""
+        """`workers` are the daemon's, `devices` those of the stages, `settings` those of a next daemon."""
         self.daemon: Final = daemon
-        self.client: Client = client
+        self.workers: Final = workers
         self.devices: Final = devices
-        self.gpu: Final = not devices[0].startswith("cpu:")
+        self.settings: Final = settings
         self.images: Final[dict[str, int]] = {}  # conversation to seed, of every image that must be there
         self._log = log
-        self._settings = settings
         self._stack = stack
+        self._client: Client | None = None
         self._seeds = itertools.count(1)
         self._spare = self.engine = spare
 
     @classmethod
-    def start(cls, wanted: str, stages: int, log: Path, settings: Mapping[str, str] | None = None) -> Self:
-        """Start daemon and engine, register `stages` stages on the daemon's devices in turn, publish the images.
+    def start(
+        cls,
+        wanted: str,
+        stages: int,
+        log: Path,
+        settings: Mapping[str, str] | None = None,
+        first_settings: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Start a daemon and an engine process, which will register `stages` stages on the daemon's devices in turn.
+        `first_settings` are for this daemon alone, `settings` for the next ones on its state too.
 
         Raises:
             CommandError, EngineError, StratadError: something did not come up.
         """
         with ExitStack() as stack:
-            common = {**SETTINGS, "daemon.devices": wanted}
-            daemon = stack.enter_context(PrivateDaemon.start({**common, **(settings or {})}))
-            client = daemon.connect()[0]
-            served = [worker.device for worker in client.stats().workers]
-            devices = [served[n % len(served)] for n in range(stages)]
-            spare = stack.enter_context(EngineProcess.start(log, gpu=not devices[0].startswith("cpu:")))
-            rig = cls(daemon, client, devices, log, spare, common, stack.pop_all())
-        try:
-            rig.use_fresh_engine()
-        except BaseException:
-            rig.close()
-            raise
-        return rig
+            common = {**SETTINGS, "daemon.devices": wanted, **(settings or {})}
+            daemon = stack.enter_context(PrivateDaemon.start({**common, **(first_settings or {})}))
+            specs = device_specs(wanted)
+            devices = [specs[n % len(specs)].device for n in range(stages)]
+            spare = stack.enter_context(EngineProcess.start(log, gpu=_on_gpus(devices)))
+            return cls(
+                daemon,
+                workers=tuple(spec.worker for spec in specs),
+                devices=devices,
+                log=log,
+                spare=spare,
+                settings=common,
+                stack=stack.pop_all(),
+            )
+
+    @property
+    def client(self) -> Client:
+        """The admin's client."""
+        assert self._client is not None, "connect first"
+        return self._client
+
+    def connect(self, *, ready: bool = True) -> None:
+        """Connect to the daemon, and with `ready` wait for its workers.
+
+        Raises:
+            CommandError: it does not come up.
+        """
+        if self._client is not None:
+            with contextlib.suppress(StratadError):
+                self._client.close()
+        self._client = None
+        connected = self.daemon.connect(DRIVER_CALL_S)[0] if ready else self.daemon.first_client(DRIVER_CALL_S)
+        self._client = connected
 
     # --- engines -----------------------------------------------------------------------------------------------------
 
     def _fresh_engine(self) -> EngineProcess:
-        return self._stack.enter_context(EngineProcess.start(self._log, gpu=self.gpu))
+        return self._stack.enter_context(EngineProcess.start(self._log, gpu=_on_gpus(self.devices)))
 
     def use_fresh_engine(self) -> None:
         """Register the engine process that stands ready, and make the next one ready.
@@ -218,8 +250,17 @@ class Rig:
         Raises:
             EngineError: it cannot register.
         """
+        self.begin_fresh_engine()
+        self.engine.answer(Registered, _IMPORT_S)
+
+    def begin_fresh_engine(self) -> None:
+        """`use_fresh_engine`, whose answer is still to come.
+
+        Raises:
+            EngineError: it has died.
+        """
         self.engine, self._spare = self._spare, self._fresh_engine()
-        self.engine.register(self.daemon, self.devices)
+        self.engine.begin_to_register(self.daemon, self.devices)
 
     def seed(self) -> int:
         """A number that was not used before."""
@@ -246,31 +287,34 @@ class Rig:
                 raise EngineError(outcome.code, f"prior image {number} was not published: {outcome.message}")
 
     def start_next(self) -> None:
-        """Start the next daemon on the state of the one that has died, with a client of its own.
+        """Start the next daemon on the state of the one that has died, and connect to it.
 
         Raises:
             CommandError: it does not come up.
         """
-        with contextlib.suppress(StratadError):
-            self.client.close()
-        self.daemon.start_next(self._settings)
-        self.client = self.daemon.connect()[0]
+        self.daemon.start_next(self.settings)
+        self.connect()
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
     def pids(self) -> dict[str, int]:
-        """The processes that matter, by role."""
-        workers = {worker.worker: worker.pid for worker in self.client.stats().workers}
-        return {"supervisor": self.daemon.pid, "engine": self.engine.pid, **workers}
+        """The processes that matter, by role; asked of the kernel, which costs the daemon no message."""
+        pids = {"supervisor": self.daemon.pid, "engine": self.engine.pid}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.daemon.pid).children(recursive=True):
+                name = process.name().removeprefix(_WORKER_PREFIX)
+                pids |= {worker: process.pid for worker in self.workers if worker[:_NAME_CHARS] == name}
+        return pids
 
     def worker_of(self, stage: int) -> str:
         """Name of the worker that serves a stage."""
-        device = self.devices[stage]
-        return next(worker.worker for worker in self.client.stats().workers if worker.device == device)
+        return self.workers[stage % len(self.workers)]
 
-    def wait_for(self, what: Callable[[StatsReply], bool], timeout_s: float = RECOVER_S) -> StatsReply | None:
+    def wait_for(
+        self, what: Callable[[StatsReply], bool], timeout_s: float = RECOVER_S, *, client: Client | None = None
+    ) -> StatsReply | None:
         """Ask until something holds; None where it does not in time."""
-        for found in polled(self.client.stats, timeout_s):
+        for found in polled((client or self.client).stats, timeout_s):
             if what(found):
                 return found
         return None
@@ -282,7 +326,7 @@ class Rig:
             problems += outcome.problems
             if not outcome.code:
                 break
-        return msgspec.structs.replace(outcome, problems=problems)
+        return msgspec.structs.replace(outcome, problems=tuple(problems))
 
     def check_all(self, cell: Cell) -> None:
         """Every image that must be there is, byte for byte, and nothing else is to be seen."""
@@ -326,7 +370,8 @@ class Rig:
 
     def close(self) -> None:
         """End everything."""
-        self.client.close()
+        if self._client is not None:
+            self._client.close()
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -336,8 +381,27 @@ class Rig:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None and not self.daemon.ended:
-            self.engine.leave()
+            self.engine.quit()
         self.close()
+
+
+def device_specs(wanted: str) -> list[DeviceSpec]:
+    """What a daemon with these devices serves, and how its workers are called.
+
+    Raises:
+        CommandError: no such devices.
+    """
+    try:
+        parsed = parse_devices(wanted)
+        if parsed.kind == "cpu":
+            return topology.cpu_devices(parsed.cpu_count, topology.allowed_cpus())
+        return topology.gpu_devices(parsed.uuids, topology.find_gpus(), topology.allowed_cpus())
+    except ValueError as exc:
+        raise CommandError(ExitCode.USAGE, "bad_value", f"--devices {wanted}: {exc}") from exc
+
+
+def _on_gpus(devices: list[str]) -> bool:
+    return not devices[0].startswith("cpu:")
 
 
 def _all_ready(stats: StatsReply) -> bool:

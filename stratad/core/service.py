@@ -71,10 +71,8 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             _drop_transit(state, client, request)
         case PutBegin() | PutPart() | PutCommit() | PutAbort() | GetBegin() | GetPart() | GetEnd():
             exchange.serve(state, client, request)
-        case Acknowledge():
-            _acknowledge(state, client, request)
-        case Release():
-            _give_back(state, client, request)
+        case Acknowledge() | Release():
+            _settle_take(state, client, request)
         case Lookup():
             _lookup(state, client, request)
         case Mark():
@@ -221,6 +219,13 @@ def _end_take(state: State, client: ClientRecord, request: Acknowledge | Release
     if image is not None:
         image.taken -= 1
     return image
+
+
+def _settle_take(state: State, client: ClientRecord, request: Acknowledge | Release) -> None:
+    if isinstance(request, Acknowledge):
+        _acknowledge(state, client, request)
+    else:
+        _give_back(state, client, request)
 
 
 def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> None:
