@@ -187,7 +187,8 @@ class Rig:
         self._stack = stack
         self._client: Client | None = None
         self._seeds = itertools.count(1)
-        self._spare = self.engine = spare
+        self.engine: EngineProcess = spare
+        self._spare: EngineProcess | None = spare
 
     @classmethod
     def start(
@@ -251,15 +252,16 @@ class Rig:
             EngineError: it cannot register.
         """
         self.begin_fresh_engine()
+        self._spare = self._fresh_engine()
         self.engine.answer(Registered, _IMPORT_S)
 
     def begin_fresh_engine(self) -> None:
-        """`use_fresh_engine`, whose answer is still to come.
+        """Have an engine process register that has not done so; its answer is still to come.
 
         Raises:
             EngineError: it has died.
         """
-        self.engine, self._spare = self._spare, self._fresh_engine()
+        self.engine, self._spare = self._spare or self._fresh_engine(), None
         self.engine.begin_to_register(self.daemon, self.devices)
 
     def seed(self) -> int:
@@ -310,11 +312,9 @@ class Rig:
         """Name of the worker that serves a stage."""
         return self.workers[stage % len(self.workers)]
 
-    def wait_for(
-        self, what: Callable[[StatsReply], bool], timeout_s: float = RECOVER_S, *, client: Client | None = None
-    ) -> StatsReply | None:
+    def wait_for(self, what: Callable[[StatsReply], bool], timeout_s: float = RECOVER_S) -> StatsReply | None:
         """Ask until something holds; None where it does not in time."""
-        for found in polled((client or self.client).stats, timeout_s):
+        for found in polled(self.client.stats, timeout_s):
             if what(found):
                 return found
         return None
@@ -370,9 +370,9 @@ class Rig:
 
     def close(self) -> None:
         """End everything."""
-        if self._client is not None:
-            self._client.close()
-        self._stack.close()
+        with self._stack:
+            if self._client is not None:
+                self._client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -380,9 +380,11 @@ class Rig:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None and not self.daemon.ended:
-            self.engine.quit()
-        self.close()
+        try:
+            if error is None and not self.daemon.ended:
+                self.engine.quit()
+        finally:
+            self.close()
 
 
 def device_specs(wanted: str) -> list[DeviceSpec]:
@@ -395,6 +397,8 @@ def device_specs(wanted: str) -> list[DeviceSpec]:
         parsed = parse_devices(wanted)
         if parsed.kind == "cpu":
             return topology.cpu_devices(parsed.cpu_count, topology.allowed_cpus())
+        if parsed.kind == "auto":
+            raise ValueError("expected cpu:N, cuda:all or UUIDs")
         return topology.gpu_devices(parsed.uuids, topology.find_gpus(), topology.allowed_cpus())
     except ValueError as exc:
         raise CommandError(ExitCode.USAGE, "bad_value", f"--devices {wanted}: {exc}") from exc

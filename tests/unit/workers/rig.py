@@ -89,7 +89,8 @@ class Rig:
         self.random = random.Random(seed)
         self.digester = Digester(KEY)
         cpu = CpuDevice(self.digester, slice_bytes=slice_bytes, link_bytes_per_s=link_bytes_per_s)
-        self.device: Device = FaultyDevice(cpu, FaultBook(faults)) if faults else cpu
+        self.book = FaultBook(faults or {})
+        self.device: Device = cpu if faults is None else FaultyDevice(cpu, self.book)
         self.pool_bytes = pool_bytes or layout.end_bytes
         descriptor = create_pool("rig", self.pool_bytes)
         self._pool_map = mmap.mmap(descriptor, self.pool_bytes)
