@@ -816,7 +816,9 @@ class Found(Message, frozen=True, tag="found"):
 
 
 class StatsReply(Message, frozen=True, tag="stats_reply"):
-    """State of the daemon at one instant. `counters` are totals since start; sizes are bytes."""
+    """State of the daemon at one instant. `counters` are totals since start; sizes are bytes. `journal_bytes` is what
+    the journal takes of /dev/shm, `journal_error` why it cannot be written.
+    """
 
     seq: int
     instance: str
@@ -837,6 +839,8 @@ class StatsReply(Message, frozen=True, tag="stats_reply"):
     counters: dict[str, int]
     settings: dict[str, str]
     memory_warnings: tuple[MemoryWarning, ...] = ()
+    journal_bytes: int = 0
+    journal_error: str = ""
 
 
 class MemoryReply(Message, frozen=True, tag="memory_reply"):

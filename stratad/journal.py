@@ -150,7 +150,7 @@ class _File:
             os.fchmod(descriptor, _MODE)
             salt = int.from_bytes(os.urandom(4), "little")
             file = cls(path, descriptor, salt)
-            file.allocate(STEP_BYTES)
+            file.allocate(STEP_BYTES - HEADER_BYTES)
             head = _HEADER.pack(MAGIC, VERSION, boot_id(), _pid_namespace(), salt)
             os.pwrite(descriptor, head + _CHECK.pack(zlib.crc32(head)), 0)
         except BaseException:
@@ -199,12 +199,19 @@ class _File:
         os.rename(self.path, path)  # noqa: PTH104 - replaces what is there
         self.path = path
 
+    def has_its_name(self) -> bool:
+        """Whether the next daemon will find it: a cleaner, or a person, may have removed it."""
+        try:
+            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor))  # noqa: PTH116
+        except OSError:
+            return False
+
     def close(self) -> None:
         os.close(self.descriptor)
 
 
 class Journal:
-    """The journal as the supervisor writes it."""
+    """The journal as the supervisor writes it. One whose file was removed is written anew from what it still holds."""
 
     def __init__(self, instance: str, records: Sequence[Record]) -> None:
         """`records` are those that it begins with; nothing is touched before `open`."""
@@ -294,7 +301,8 @@ class Journal:
         with contextlib.suppress(OSError):  # the next append says so
             file.allocate(2 * RESERVE_BYTES)
         dead = file.end - self._live_bytes
-        if dead > self._live_bytes + SLACK_BYTES and file.end > self._compact_above:
+        wasteful = dead > self._live_bytes + SLACK_BYTES and file.end > self._compact_above
+        if wasteful or not file.has_its_name():
             self._begin_compaction(file)
 
     def close(self) -> None:

@@ -558,7 +558,9 @@ class Supervisor:
         if link is None or not link.identity:
             return
         if isinstance(message, StatsReply):
-            message = msgspec.structs.replace(message, memory=ledger.resident(self._members(message)))
+            message = msgspec.structs.replace(
+                message, memory=ledger.resident(self._members(message)), journal_bytes=self._journal.file_bytes
+            )
         elif isinstance(message, Faults) and self._points is not None:
             message = msgspec.structs.replace(message, points=dict(self._points.passed))
         try:

@@ -86,6 +86,7 @@ class Scenario:
         yield "drop", self._drop
         yield "hang", self._hang
         yield "unregister", lambda: self._tell(Tell("unregister"))
+        yield "leave", self._leave
 
     def run(self, until: str = "") -> None:
         """Take all steps, or those before `until`.
@@ -119,7 +120,7 @@ class Scenario:
         outcome = self._rig.engine.answer(Outcome, _PENDING_S)
         cell.problems += outcome.problems
         cell.more["in_flight_ended"] = outcome.code or "done"
-        if order.op == "capture" and not outcome.code:
+        if order.op in ("capture", "cancel") and not outcome.code:
             self.certain[order.conversation] = self.possible.pop(order.conversation)
         elif order.op == "take" and not outcome.code:
             self.possible.pop(order.conversation)
@@ -145,6 +146,10 @@ class Scenario:
                 self._pending = order
                 raise Stopped(self.step)
 
+    def _leave(self) -> None:
+        self._rig.client.close()
+        self._rig.engine.quit()
+
     def _register(self) -> None:
         self._rig.begin_fresh_engine()
         self._await(Tell("register"), Registered)
@@ -155,12 +160,13 @@ class Scenario:
             raise StratadError(code or "internal", message or "unexpected answer")
 
     def _do(self, order: Do, *expected: str) -> None:
+        outcome = self._ask(order, Outcome)
         for _ in range(_TRIES):
-            outcome = self._ask(order, Outcome)
-            if outcome.problems:
-                raise EngineError("engine", "; ".join(outcome.problems))
             if outcome.code != "worker_died":  # as one does in this scenario, at some time
                 break
+            outcome = self._ask(order, Outcome)
+        if outcome.problems:
+            raise EngineError("engine", "; ".join(outcome.problems))
         self._answered(outcome.code, outcome.message, *expected)
 
     def _tell(self, order: Tell, *expected: str) -> None:
@@ -218,9 +224,11 @@ class Scenario:
         client.disarm_fault(client.arm_fault(FAULT_OPS[0], 0, "slow", at=1000).fault)
 
     def _cancel(self) -> None:
+        seed = self.possible["cancelled"] = self._rig.seed()
         self._rig.client.arm_fault("capture", 0, "slow")
-        self._rig.engine.fill(SUBJECT_SLOT, self._rig.seed())
-        self._do(Do("cancel", "cancelled", SUBJECT_SLOT), "cancelled")
+        self._rig.engine.fill(SUBJECT_SLOT, seed)
+        self._do(Do("cancel", "cancelled", SUBJECT_SLOT, seed=seed), "cancelled")
+        del self.possible["cancelled"]
 
     def _drop(self) -> None:
         self._capture("dropped")
@@ -281,14 +289,14 @@ def rehearse(wanted: str, stages: int, log: Path) -> Rehearsal:
     with scenario_rig(wanted, stages, log) as rig:
         scenario = Scenario(rig)
         early: dict[str, int] = {}
+        late: dict[str, int] = {}
         for number, (step, act) in enumerate(scenario.steps()):
             scenario.step = step
             if number == PRIORS + 2:
                 early = rig.client.faults().points
+            if step == "leave":
+                late = rig.client.faults().points
             act()
-        late = rig.client.faults().points
-        rig.client.close()
-        rig.engine.quit()
         rig.daemon.terminate()
         rig.daemon.wait_ended(_EXIT_S)
         scenario_points = _reached(rig)
@@ -371,7 +379,7 @@ def _next_daemon(cell: Cell, rig: Rig, scenario: Scenario) -> None:
     died_s = time.monotonic()
     rig.start_next()
     scenario.end_pending(cell)
-    if scenario.step in ("start", "connect", "unregister", "stop"):
+    if scenario.step in ("start", "connect", "unregister", "leave", "stop"):
         rig.engine.kill()
         rig.use_fresh_engine()
     cell.more |= {"images": len(scenario.certain), "in_flight": len(scenario.possible)}

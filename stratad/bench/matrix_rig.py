@@ -321,11 +321,12 @@ class Rig:
 
     def until_done(self, order: Do, timeout_s: float = RECOVER_S) -> Outcome:
         """Carry an operation out, again and again until it succeeds; the last outcome. Problems of all are kept."""
-        problems: list[str] = []
-        for outcome in polled(lambda: self.engine.do(order), timeout_s):
+        outcome = self.engine.do(order)
+        problems = list(outcome.problems)
+        again = polled(lambda: self.engine.do(order), timeout_s)
+        while outcome.code and (following := next(again, None)) is not None:
+            outcome = following
             problems += outcome.problems
-            if not outcome.code:
-                break
         return msgspec.structs.replace(outcome, problems=tuple(problems))
 
     def check_all(self, cell: Cell) -> None:

@@ -38,6 +38,8 @@ from stratad.core.state import ClientRecord, Instant, Settings, State, Worker, W
 
 # How long a lifeline may stay without its hello.
 HELLO_S = 10.0
+# Image ids of one start differ in these bits.
+ID_BITS = 20
 
 
 class Core:
@@ -46,9 +48,9 @@ class Core:
     def __init__(
         self, settings: Settings, devices: Mapping[str, str], at: Instant, legacy: adoption.Legacy | None = None
     ) -> None:
-        # An id that somebody kept from an earlier daemon must name nothing here, so each start begins elsewhere.
-        first_image_id = (int.from_bytes(settings.start_id[:5], "little") << 20) + 1
-        self.state = State(settings, Catalog(settings.budget_bytes, settings.budget_images, first_image_id))
+        self.state = State(
+            settings, Catalog(settings.budget_bytes, settings.budget_images, _first_id(settings, legacy))
+        )
         self.state.started_s = self.state.now_s = at.now_s
         self.state.now_unix_s = at.now_unix_s
         for name, device in devices.items():
@@ -453,3 +455,14 @@ class Core:
             op = state.ops[op_id]
             running = {run.stage for run in op.stages if run.state.value in ("sent", "pending")}
             assert running <= op.fenced, f"operation {op_id}: rows of stages {running - op.fenced} are not fenced"
+
+
+def _first_id(settings: Settings, legacy: adoption.Legacy | None) -> int:
+    """Where this daemon's image ids begin. One that somebody kept from an earlier daemon must name the same image or
+    none, so each start begins elsewhere, and not where adopted ones lie.
+    """
+    begin = int.from_bytes(settings.start_id[:5], "little")
+    taken = {image_id >> ID_BITS for image_id in legacy.journal.images} if legacy is not None else set[int]()
+    while begin in taken:
+        begin += 1
+    return (begin << ID_BITS) + 1

@@ -364,5 +364,6 @@ def _list(state: State, client: ClientRecord, request: ListImages) -> None:
             else _may_touch(state, client, image.scope.namespace)
         )
     ]
+    listed.sort(key=lambda image: image.image_id)  # those of an earlier daemon may have higher numbers than ours
     infos = tuple(views.image_info(state, image) for image in listed[:limit])
     state.reply(client.client, Images(request.seq, infos, len(listed) > limit))

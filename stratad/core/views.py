@@ -119,14 +119,17 @@ def engine_info(state: State, engine: Engine) -> EngineInfo:
 
 
 def health(state: State) -> str:
-    """``ok``: every worker serves; ``degraded``: some do; ``starting``: none does yet; ``failed``: none does."""
+    """``ok``: every worker serves and the journal can be written; ``degraded``: some do; ``starting``: none does yet;
+    ``failed``: none does.
+    """
     serving = [worker.state is WorkerState.READY and not worker.grow_failed for worker in state.workers.values()]
-    if all(serving):
+    if all(serving) and not state.journal_error:
         return "ok"
     if any(worker.can_serve for worker in state.workers.values()):
         return "degraded"
     first_start = any(
-        w.state in (WorkerState.STARTING, WorkerState.DEAD) and not w.deaths for w in state.workers.values()
+        w.state in (WorkerState.AWAITING, WorkerState.STARTING, WorkerState.DEAD) and not w.deaths
+        for w in state.workers.values()
     )
     return "starting" if first_start else "failed"
 
@@ -187,4 +190,5 @@ def stats(state: State, seq: int, client: int, visible: frozenset[str]) -> Stats
         counters,
         dict(state.settings.shown),
         memory_view.warnings(state),
+        journal_error=state.journal_error,
     )

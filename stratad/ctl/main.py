@@ -152,6 +152,13 @@ def build_parser(connect: Connect) -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="the daemon's TOML file: must be usable, and names the budget"
     )
     doctor.add_argument("--torch", action="store_true", help="also try torch on the GPUs, in a process of its own")
+    command = add(
+        "purge",
+        "free what a stopped daemon left in /dev/shm: its images are lost",
+        _purge,
+        "Refused while a daemon serves the instance. Needs the daemon's user or root.",
+    )
+    command.add_argument("--yes", action="store_true", help="do it; without, only say what there is")
     _lazily(add("demo", "park and restore a real model's conversation", _demo), _demo_arguments)
     _lazily(add("bench", "measure the daemon on this host", _bench), _bench_arguments)
     _lazily(add("fault", "order faults in a daemon that was started to allow it", _fault(connect)), _fault_arguments)
@@ -301,6 +308,12 @@ def _doctor(connect: Connect) -> Run:
         return doctor(target_of(args), connect, config_file=args.config, try_torch=args.torch)
 
     return run
+
+
+def _purge(args: argparse.Namespace) -> Answer:
+    from stratad.ctl.purge import purge  # noqa: PLC0415 - only this command needs it
+
+    return purge(args.instance, yes=args.yes)
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:

@@ -40,7 +40,9 @@ def describe(stats: StatsReply, resident_of: ResidentOf) -> Answer:
     data: JsonObject = msgspec.to_builtins(stats)
     data.pop("t", None)
     data.pop("seq", None)
+    # What the wire leaves out where it is the default.
     data["memory_warnings"] = [msgspec.to_builtins(warning) for warning in stats.memory_warnings]
+    data["journal_bytes"], data["journal_error"] = stats.journal_bytes, stats.journal_error
     data["processes"] = [msgspec.to_builtins(process) for process in processes]
     lines = [
         *_head(stats),
@@ -103,6 +105,8 @@ def _head(stats: StatsReply) -> list[str]:
         f"images {stats.images} of {stats.budget_images or 'any number'}, chunks {stats.chunks}",
         f"published {human_bytes(stats.published_bytes)}, staged {human_bytes(stats.staged_bytes)}, "
         f"free {human_bytes(stats.free_bytes)}, budget {human_bytes(stats.budget_bytes)}",
+        f"journal {human_bytes(stats.journal_bytes)}"
+        + (f", cannot be written: {stats.journal_error}" if stats.journal_error else ""),
         *warning_lines(stats.memory_warnings),
     ]
 

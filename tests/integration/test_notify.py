@@ -52,8 +52,8 @@ def test_ready_comes_once_and_then_a_client_is_answered(manager: NotifySocket) -
     assert lines.count("READY=1") == 1
     steps = manager.datagrams[: [d[0] for d in manager.datagrams].index("READY=1")]
     assert [datagram[0] for datagram in steps] == [
-        "STATUS=starting: looking for segments of an earlier daemon",
         "STATUS=starting: finding devices",
+        "STATUS=starting: taking over from an earlier daemon",
     ]
     assert all(datagram[1].startswith("EXTEND_TIMEOUT_USEC=") for datagram in steps)
     assert lines.index("READY=1") < lines.index("STOPPING=1")

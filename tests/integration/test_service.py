@@ -279,6 +279,32 @@ def test_a_restart(service: SystemdBox) -> None:
     wait_until_healthy(service)
 
 
+@pytest.mark.parametrize("how", ["restart", "kill", "stop and start"])
+def test_images_outlive_the_service(service: SystemdBox, how: str) -> None:
+    keeper = [
+        "env",
+        f"PYTHONPATH={CHECKOUT}",
+        "PYTHONDONTWRITEBYTECODE=1",
+        sys.executable,
+        "-m",
+        "tests.support.keeper",
+    ]
+    service.run(*keeper, "capture", "--run-dir", "/run/stratad")
+    before = main_pid(service)
+    if how == "restart":
+        service.run("systemctl", "restart", "stratad")
+    elif how == "kill":
+        kill(service, "KILL", before)
+        wait_until_replaced(service, before)
+    else:
+        service.run("systemctl", "stop", "stratad")
+        assert processes(service) == []
+        service.run("systemctl", "start", "stratad")
+    assert main_pid(service) != before
+    assert service.run(*keeper, "restore", "--run-dir", "/run/stratad").stdout == "done\n"
+    assert ctl(service, "clear", "kept").returncode == 0
+
+
 def test_a_killed_worker_is_no_matter_of_systemds(service: SystemdBox) -> None:
     before, victim = main_pid(service), workers(service)[0]
     kill(service, "KILL", victim)

@@ -41,10 +41,11 @@ from ipc.messages import (
 from shm.extent import unpack_places
 from shm.layout import Plane, StageLayout
 from shm.rows import pack_rows
+from stratad.core.adoption import Legacy
 from stratad.core.core import Core
 from stratad.core.effects import Append, DropClient, Effect, KillWorker, ReplyTo, SampleMemory, SendTo, SpawnWorker
 from stratad.core.memory_tracks import Reading, Role, Target
-from stratad.core.records import Record
+from stratad.core.records import Record, replay
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
 from tests.support.layouts import stage_layout
@@ -118,12 +119,30 @@ class Harness:
     journal_error: str = ""  # why it cannot be written
 
     @classmethod
-    def make(cls, workers: int = 2, devices: dict[str, str] | None = None, **changes: object) -> "Harness":
-        """A core whose workers have all become ready."""
+    def make(
+        cls,
+        workers: int = 2,
+        devices: dict[str, str] | None = None,
+        legacy: Legacy | None = None,
+        **changes: object,
+    ) -> "Harness":
+        """A core whose workers have all become ready, but those that must wait for an earlier daemon's (`legacy`)."""
         devices = devices or {f"cpu:{n}": f"cpu:{n}" for n in range(workers)}
-        harness = cls(Core(settings(**changes), devices, Instant(100.0, 1e9)))
+        harness = cls(Core(settings(**changes), devices, Instant(100.0, 1e9), legacy))
+        harness.records.extend(harness.core.records)
+        harness.perform(harness.core.start(harness.at))
         harness.tick()
         return harness
+
+    def legacy(self, *, same_pids: bool = True, key_id: bytes = KEY_ID) -> Legacy:
+        """What the next daemon finds when this one is killed now."""
+        shuttles = {worker.name: dict(worker.sizes) for worker in self.core.state.workers.values()}
+        return Legacy(replay(self.records), shuttles, key_id, same_pids)
+
+    def former_gone(self, worker: str) -> None:
+        """The process that served the worker's device for the earlier daemon is proven gone."""
+        self.perform(self.core.former_gone(worker, self.at))
+        self.tick()
 
     @property
     def at(self) -> Instant:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from stratad.core.adoption import Legacy
 from tests.support.core_harness import Harness
 
 
@@ -12,8 +13,10 @@ def make_core() -> Iterator[Callable[..., Harness]]:
     """Makes cores; each is validated when the test ends."""
     made: list[Harness] = []
 
-    def make(workers: int = 2, devices: dict[str, str] | None = None, **changes: object) -> Harness:
-        harness = Harness.make(workers, devices, **changes)
+    def make(
+        workers: int = 2, devices: dict[str, str] | None = None, legacy: Legacy | None = None, **changes: object
+    ) -> Harness:
+        harness = Harness.make(workers, devices, legacy, **changes)
         made.append(harness)
         return harness
 
