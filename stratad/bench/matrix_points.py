@@ -302,7 +302,8 @@ def rehearse(wanted: str, stages: int, log: Path) -> Rehearsal:
         scenario_points = _reached(rig)
         with _former_worker(rig):
             rig.start_next()
-        return Rehearsal(early, late, scenario_points, frozenset(rig.client.faults().points))
+        passed = {point for point in rig.client.faults().points if not point.startswith("ReplyTo.Faults")}
+        return Rehearsal(early, late, scenario_points, frozenset(passed))  # without the answer to this very question
 
 
 def _reached(rig: Rig) -> frozenset[str]:
