@@ -62,6 +62,8 @@ def run(config: Config, notifier: Notifier) -> int:
     Raises:
         OSError, ValueError, InstanceLocked: it cannot start; the text says why.
     """
+    # A full collection walks every chunk of the catalog and frees nothing: the core has no cycles.
+    gc.disable()
     with ExitStack() as stack:
         lock = InstanceLock.take(config.daemon.instance)
         stack.callback(lambda: lock.release(unlink=not journal_path(config.daemon.instance).exists()))
@@ -110,10 +112,8 @@ def run(config: Config, notifier: Notifier) -> int:
                 run_dir=str(paths.directory),
             ),
         )
-        # A full collection walks every chunk of the catalog and frees nothing: the core has no cycles.
         gc.collect()
         gc.freeze()
-        gc.disable()
         supervisor.run()
         kept = len(core.state.catalog.images) if config.ram.keep else 0
         if not kept:
