@@ -44,6 +44,7 @@ _EXCHANGE_BYTES: Final = 1 << 20
 _EXIT_S: Final = 20.0
 _ASK_S: Final = 0.5
 _LOOK_S: Final = 0.01
+_BACKOFF_S: Final = 0.5
 _TRIES: Final = 3
 _PENDING_S: Final = 60.0
 AnswerT = TypeVar("AnswerT", bound=Line)
@@ -274,7 +275,12 @@ def scenario_rig(wanted: str, stages: int, log: Path, die_at: str = "") -> Rig:
     """A rig for the scenario. Its first worker dies once while it makes its second shuttle, which is needed after the
     first images; the images outlive a stop.
     """
-    settings = {"testing.worker_faults": f"{device_specs(wanted)[0].worker}#1/shuttle_kill=1"}
+    settings = {
+        "testing.worker_faults": f"{device_specs(wanted)[0].worker}#1/shuttle_kill=1",
+        # What is asked of the worker that dies again meets none, and has to wait.
+        "restarts.backoff_first_s": f"{_BACKOFF_S:g}",
+        "restarts.backoff_cap_s": f"{_BACKOFF_S:g}",
+    }
     if die_at:
         settings["testing.die_at"] = die_at
     return Rig.start(wanted, stages, log, {"ram.keep": "true"}, settings)

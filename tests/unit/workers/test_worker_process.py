@@ -40,6 +40,7 @@ from shm.layout import StageLayout
 from shm.memfd import create_pool
 from shm.shuttle import unlink
 from tests.support.layouts import packed_rows
+from tests.support.wait import wait_until
 from tests.unit.workers.rig import slot_layout
 from tests.unit.workers.supervisor import SmallSupervisor, own_process
 from workers import exit_codes
@@ -392,3 +393,30 @@ def test_what_is_no_command_ends_the_worker(supervisor: SmallSupervisor) -> None
     supervisor.report(WorkerReady)
     supervisor.router.send(b"cpu0#1", b"\x81\xa1t\xa3xyz")
     assert supervisor.exited().status == exit_codes.BAD_COMMAND
+
+
+def test_a_worker_does_nothing_before_the_supervisor_can_know_of_it(supervisor: SmallSupervisor) -> None:
+    """The template gets stuck between a fork and its news, as on a busy host it may."""
+    template = supervisor.start(send_buffer_bytes=1)
+    supervisor.heard(TemplateReady)
+    for number in range(20):
+        supervisor.order(supervisor.spec(worker=f"cpu{number}", identity=f"cpu{number}".encode()))
+
+    def untold() -> psutil.Process | None:
+        """The child whose fork the template is about to tell."""
+        if not waits_in(template.pid, "sock"):
+            return None
+        return max(psutil.Process(template.pid).children(), key=lambda child: (child.create_time(), child.pid))
+
+    stuck = wait_until(untold)
+    assert stuck is not None
+    wait_until(lambda: waits_in(stuck.pid, "pipe"))
+    told = [supervisor.heard(Forked).pid for _ in range(20)]
+    assert stuck.pid in told
+    assert len(set(told)) == 20
+    wait_until(lambda: not waits_in(stuck.pid, "pipe"))
+
+
+def waits_in(pid: int, what: str) -> bool:
+    """Whether a process sleeps in a function of the kernel whose name holds this."""
+    return what in Path(f"/proc/{pid}/wchan").read_text(encoding="ascii")
