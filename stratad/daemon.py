@@ -248,6 +248,7 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
             ("ram.shuttle_bytes", str(shuttle_bytes)),
             ("ram.arena_bytes_per_worker", str(arena_bytes)),
             ("cpu_device.link_bytes_per_s", str(config.cpu_device.link_bytes_per_s)),
+            *((("testing.allow_faults", "true"),) if config.testing.allow_faults else ()),
         ),
     )
 
@@ -294,6 +295,7 @@ def _fault_points(config: Config) -> FaultPoints | None:
     testing = config.testing
     if not testing.allow_faults:
         return None
+    log.warning("faults may be ordered: this daemon is for tests", extra=fields(die_at=testing.die_at or "-"))
     die_at = DieAt.parse(testing.die_at) if testing.die_at else None
     return FaultPoints(die_at, Path(config.daemon.state_dir) / REACHED_POINTS)
 
