@@ -14,6 +14,7 @@ from stratad.bench.matrix_points import Rehearsal, point_cell, rehearse, takeove
 from stratad.bench.matrix_rig import Rig
 from stratad.ctl.main import main
 from stratad.fault_points import point_names
+from tests.support.fault_matrix import fault_matrix
 
 DEVICES, STAGES, STAGE = "cpu:4", 4, 1
 
@@ -71,6 +72,14 @@ def test_a_fault_is_armed_and_disarmed_by_stratactl(rig: Rig, capsys: pytest.Cap
     assert main(["fault", "disarm", str(number), *which]) == 0
     capsys.readouterr()
     assert not rig.client.faults().faults
+
+
+def test_the_command_prints_its_cells_and_leaves_nothing() -> None:
+    report = fault_matrix("--devices", "cpu:1", "--stages", "2", "--ops", "take", "--kinds", "oom")
+    assert [(cell["op"], cell["stage"], cell["fault"], cell["error"]) for cell in report["cells"]] == [
+        ("take", 0, "oom", "out_of_memory"),
+        ("take", 1, "oom", "out_of_memory"),
+    ]
 
 
 @pytest.fixture(scope="module")
