@@ -139,7 +139,7 @@ class Matrix:
     def _not_carried_out(self, name: str, exc: Exception) -> Cell:
         op, _, rest = name.partition(" stage ")
         stage, _, fault = rest.partition(" ")
-        cell = Cell(op, int(stage) if stage else None, fault or name)
+        cell = Cell(op, int(stage), fault) if stage else Cell("", None, f"{SUPERVISOR_KILL} {name}")
         cell.problems.append(f"could not be carried out: {type(exc).__name__}: {exc}")
         if self._rig is not None:
             text = self._rig.daemon.log_path.read_text(errors="replace")

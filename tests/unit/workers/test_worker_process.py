@@ -13,10 +13,13 @@ import pytest
 
 from ipc.lifeline import MAX_DRAINED
 from ipc.messages import (
+    ArmFault,
     CancelJob,
     CaptureJob,
     Census,
     ClosePool,
+    DisarmFault,
+    FaultStruck,
     Forked,
     JobDone,
     JobFailed,
@@ -178,6 +181,31 @@ def test_a_damaged_shuttle_writes_no_row(supervisor: SmallSupervisor, pool: Pool
     failed = supervisor.ask(restore_job(pool.layout, 2, done.digests), JobFailed)
     assert (failed.code, failed.chunk, failed.rows_undefined) == ("damaged", 0, ())
     assert not any(pool.memory[:])
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
+def test_a_fault_is_armed_and_disarmed_while_the_worker_runs(
+    supervisor: SmallSupervisor, pool: Pool, segment: str, inline_bytes: int
+) -> None:
+    fork_worker(supervisor, inline_bytes=inline_bytes, allow_faults=True)
+    make_shuttle(supervisor, segment)
+    open_pool(supervisor, pool)
+    for fault, kind in ((1, "oom"), (2, "error")):
+        supervisor.send(ArmFault(fault, "capture", 3, kind, 1))
+    supervisor.send(DisarmFault(2))
+    job = msgspec.structs.replace(capture_job(pool.layout, 7), op="capture", stage=3)
+    assert supervisor.ask(job, JobFailed).code == "out_of_memory"
+    assert supervisor.report(FaultStruck).fault == 1
+    assert supervisor.ask(job, JobDone).job == 7
+
+
+def test_a_worker_that_allows_no_faults_has_none(supervisor: SmallSupervisor, pool: Pool, segment: str) -> None:
+    fork_worker(supervisor)
+    make_shuttle(supervisor, segment)
+    open_pool(supervisor, pool)
+    supervisor.send(ArmFault(1, "capture", 3, "kill", 1))
+    job = msgspec.structs.replace(capture_job(pool.layout, 7), op="capture", stage=3)
+    assert supervisor.ask(job, JobDone).job == 7
 
 
 def test_pidfd_and_status_of_a_killed_worker(supervisor: SmallSupervisor) -> None:
