@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import Final, Self
 
 from stratad.bench.line_process import EngineError
+from stratad.bench.matrix_cell import Cell
 from stratad.bench.matrix_cells import ENGINE_KILL, engine_kill_cell, fault_cell
 from stratad.bench.matrix_points import SUPERVISOR_KILL, TAKEOVER, Rehearsal, point_cell, rehearse, takeover_cell
-from stratad.bench.matrix_rig import Cell, Rig
+from stratad.bench.matrix_rig import Rig
 from stratad.bench.progress import Progress
 from stratad.ctl.output import CommandError
 from stratad.errors import StratadError

@@ -4,7 +4,8 @@ import time
 from typing import Final
 
 from stratad.bench.cpu_engine import NAMESPACE
-from stratad.bench.matrix_rig import RECOVER_S, SUBJECT_SLOT, TARGET_SLOT, Cell, Rig, polled
+from stratad.bench.matrix_cell import Cell
+from stratad.bench.matrix_rig import RECOVER_S, SUBJECT_SLOT, TARGET_SLOT, Rig, polled
 from stratad.bench.matrix_wire import Do, Outcome, Tell
 from stratad.errors import StratadError
 

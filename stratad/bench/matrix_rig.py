@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -23,6 +22,7 @@ from stratad import topology
 from stratad.bench.cpu_engine import NAMESPACE
 from stratad.bench.daemon import PrivateDaemon
 from stratad.bench.line_process import EngineError, LineProcess, start_process
+from stratad.bench.matrix_cell import Cell
 from stratad.bench.matrix_wire import (
     Answer,
     Check,
@@ -39,7 +39,7 @@ from stratad.bench.matrix_wire import (
 )
 from stratad.client import Client
 from stratad.ctl.exit_codes import ExitCode
-from stratad.ctl.output import CommandError, JsonObject
+from stratad.ctl.output import CommandError
 from stratad.devices import parse_devices
 from stratad.errors import StratadError
 from stratad.topology import DeviceSpec
@@ -83,48 +83,6 @@ SETTINGS: Final[Mapping[str, str]] = {
     "restarts.backoff_cap_s": "0.01",
     "restarts.give_up_after": "1000",
 }
-
-
-@dataclass
-class Cell:
-    """What one cell found. `problems` are what must not be; a cell without any has passed."""
-
-    op: str
-    stage: int | None
-    fault: str
-    error: str = ""
-    recovered_s: float | None = None
-    byte_exact: bool = False
-    pids_before: dict[str, int] = field(default_factory=dict)
-    pids_after: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    more: JsonObject = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        """Whether everything is as it must be."""
-        return self.byte_exact and not self.problems
-
-    def expect(self, ok: bool, problem: str) -> None:
-        """Note a problem unless all is well."""
-        if not ok:
-            self.problems.append(problem)
-
-    def as_json(self) -> JsonObject:
-        """The cell as the report has it."""
-        return {
-            "op": self.op,
-            "stage": self.stage,
-            "fault": self.fault,
-            "error": self.error,
-            "recovered_s": None if self.recovered_s is None else round(self.recovered_s, 4),
-            "byte_exact": self.byte_exact,
-            "pids_before": dict(self.pids_before),
-            "pids_after": dict(self.pids_after),
-            "passed": self.passed,
-            "problems": list(self.problems),
-            **self.more,
-        }
 
 
 class EngineProcess(LineProcess):

@@ -8,9 +8,10 @@ from typing import Final
 
 from ipc.messages import FAULT_KINDS, FAULT_OPS
 from stratad.bench.matrix import Matrix, Plan
+from stratad.bench.matrix_cell import Cell
 from stratad.bench.matrix_cells import ENGINE_KILL
 from stratad.bench.matrix_points import SUPERVISOR_KILL
-from stratad.bench.matrix_rig import Cell, device_specs
+from stratad.bench.matrix_rig import device_specs
 from stratad.bench.report import hardware
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import Answer, CommandError, JsonObject, table

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from stratad.bench.matrix import Plan
-from stratad.bench.matrix_rig import Cell
+from stratad.bench.matrix_cell import Cell
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.fault_matrix import report
 from stratad.ctl.main import main
