@@ -117,7 +117,12 @@ class Lifeline:
             connection.setblocking(False)
             if not _wait(connection, select.POLLIN, timeout_s):
                 raise LifelineError(errno.ETIMEDOUT, f"no token within {timeout_s:.1f} s")
-            token, start_id = _parse_token_packet(connection.recv(_TOKEN_PACKET_LIMIT_BYTES))
+            packet = connection.recv(_TOKEN_PACKET_LIMIT_BYTES)
+            if not packet:  # who comes again may be served
+                raise LifelineError(
+                    errno.ECONNRESET, "the daemon closed the lifeline at once: it is ending, or has no descriptor left"
+                )
+            token, start_id = _parse_token_packet(packet)
             return cls(connection, credentials_of(connection), token, start_id, stash_limit)
         except BaseException as exc:
             connection.close()

@@ -4,6 +4,7 @@ Text: ``LEVEL logger message key=value ...``; json: one object a line. Fields ar
 ``logger.info("image published", extra=fields(image=3, worker="cpu:0"))``.
 """
 
+import errno
 import json
 import logging
 import os
@@ -18,6 +19,9 @@ QUEUE_LINES: Final = 2000
 QUEUE_BYTES: Final = 1024 * 1024
 # A line may quote what a peer sent.
 LINE_CHARS: Final = 8192
+
+# A full disk is a slow reader: it may have room again.
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 Field = str | int | float | bool | None
 
@@ -139,7 +143,9 @@ class LogSink(logging.Handler):
                 written = self._write(line)
             except BlockingIOError:
                 return
-            except OSError:  # EPIPE, EIO, ECONNRESET: nobody reads any more
+            except OSError as exc:  # EPIPE, EIO, ECONNRESET: nobody reads any more
+                if exc.errno in _FULL:
+                    return
                 self._dead = True
                 self.dropped_count += len(self._queue)
                 self._queue.clear()

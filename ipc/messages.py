@@ -102,6 +102,7 @@ class WorkerProcess(msgspec.Struct, frozen=True):
 class ImageInfo(msgspec.Struct, frozen=True):
     """One published image. `stored_bytes` counts whole granules, shared chunks in full; times are Unix seconds.
     `checkpoints` are the token positions of its states; `parts` says of how many parts it was put (0: captured).
+    A `quarantined` one killed workers twice and is not served until an admin lifts that.
     """
 
     image_id: int
@@ -120,6 +121,7 @@ class ImageInfo(msgspec.Struct, frozen=True):
     restores: int
     checkpoints: tuple[int, ...] = ()
     parts: int = 0
+    quarantined: bool = False
 
 
 class PartInfo(msgspec.Struct, frozen=True):
@@ -131,7 +133,9 @@ class PartInfo(msgspec.Struct, frozen=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """State of one worker as the supervisor sees it."""
+    """State of one worker as the supervisor sees it. `missing_bytes` of device memory keep it from starting (state
+    ``no_memory``); after `deaths_in_row` deaths in a row it is started again in `starts_in_s`, or was given up.
+    """
 
     worker: str
     device: str
@@ -153,11 +157,18 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     digest_path: str = ""
     device_name: str = ""
     start_s: float = 0.0
+    missing_bytes: int = 0
+    deaths_in_row: int = 0
+    starts_in_s: float = 0.0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
     """One registered engine. `marks` counts slots by mark; `transits` are its transit images, of `transit_bytes` in
-    whole granules.
+    whole granules. `leases` counts what it holds between two calls, by kind: ``put``, ``get``, ``transit``, ``take``;
+    the one that was not used for longest was not for `unused_s`. Of `clean_slots` slots the contents are declared:
+    `clean_tokens` tokens that would be rescued if the engine died now. `rescue` says how far the rescue of an engine
+    that has died is; empty: there is none. `quarantined` names the conversations and slots whose copies killed workers
+    twice: they are refused.
     """
 
     engine_id: int
@@ -172,6 +183,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     marks: dict[str, int]
     transits: int = 0
     transit_bytes: int = 0
+    leases: dict[str, int] = {}
+    unused_s: float = 0.0
+    clean_slots: int = 0
+    clean_tokens: int = 0
+    rescue: str = ""
+    quarantined: tuple[str, ...] = ()
 
 
 class OpInfo(msgspec.Struct, frozen=True):
@@ -526,12 +543,35 @@ class Release(Message, frozen=True, tag="release"):
 
 
 class Mark(Message, frozen=True, tag="mark"):
-    """Mark a slot ``clean``, ``dirty`` or ``poisoned``; a poisoned slot is never captured."""
+    """Mark a slot ``clean``, ``dirty`` or ``poisoned``; a poisoned slot is never captured. Answer: `Done`.
+
+    With a `conversation` the mark (``clean``) declares what the slot's `rows` hold: these `tokens` of it, complete, and
+    the states at their end. The workers digest that, as an operation like a capture; answer: `Marked`. From then on,
+    until the slot is marked in any other way or something is copied into these rows, the conversation outlives the
+    engine: see `Marked`.
+    """
 
     seq: int
     engine_id: int
     slot: int
     mark: str
+    conversation: str = ""
+    tokens: bytes = b""
+    rows: tuple[tuple[bytes, ...], ...] = ()
+    ordered: str = "host"
+    deadline_s: float = 30.0
+
+
+class Announce(Message, frozen=True, tag="announce"):
+    """An engine is about to allocate memory on `devices`, for `namespace` (either may be empty): rescues of dead
+    engines there end at once. Answer: `Done`, with their number, once the memory of every dead engine there is
+    unmapped.
+    """
+
+    seq: int
+    namespace: str = ""
+    devices: tuple[str, ...] = ()
+    deadline_s: float = 30.0
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
@@ -569,6 +609,36 @@ class Pin(Message, frozen=True, tag="pin"):
     conversation: str
     pinned: bool
     image_id: int = 0
+
+
+class Lift(Message, frozen=True, tag="lift"):
+    """Lift the quarantine of a conversation's images, or only of `image_id`, and of what engines copy under that name;
+    without a `conversation` of everything in the namespace, slots too. For admins. Answer: `Done` with how many.
+    """
+
+    seq: int
+    namespace: str
+    conversation: str = ""
+    image_id: int = 0
+
+
+class RestartWorker(Message, frozen=True, tag="restart_worker"):
+    """Kill a worker's process if there is one and start the next at once, whatever its deaths so far. For admins.
+    Answer: `WorkerOrdered`.
+    """
+
+    seq: int
+    worker: str
+
+
+class ResetWorker(Message, frozen=True, tag="reset_worker"):
+    """Like `RestartWorker`, but the next process begins with an empty arena: the shuttles are given back, and every
+    image that lies in them is dropped. Refused with ``arena_in_use`` while there are any, unless with `force`.
+    """
+
+    seq: int
+    worker: str
+    force: bool = False
 
 
 class Stats(Message, frozen=True, tag="stats"):
@@ -668,10 +738,14 @@ Request: TypeAlias = (
     | Acknowledge
     | Release
     | Mark
+    | Announce
     | Lookup
     | Drop
     | Clear
     | Pin
+    | Lift
+    | RestartWorker
+    | ResetWorker
     | Stats
     | Memory
     | ListImages
@@ -715,6 +789,18 @@ class Done(Message, frozen=True, tag="done"):
 
     seq: int
     count: int = 0
+
+
+class WorkerOrdered(Message, frozen=True, tag="worker_ordered"):
+    """Answer to `RestartWorker` and `ResetWorker`: the worker `was` in this state, `generation` will be the number of
+    its next process, and `images_dropped` images lay in its arena.
+    """
+
+    seq: int
+    worker: str
+    was: str
+    generation: int
+    images_dropped: int = 0
 
 
 class WorkersChanged(Message, frozen=True, tag="workers_changed"):
@@ -765,6 +851,18 @@ class Copied(Message, frozen=True, tag="copied"):
     seq: int
     tokens: int
     copied_bytes: int
+    stages: tuple[StageOutcome, ...]
+
+
+class Marked(Message, frozen=True, tag="marked"):
+    """The contents of a clean slot are declared: if the engine dies, the daemon publishes the longest prefix of its
+    first `tokens` tokens that still has the same bytes. `digested_bytes` were read for it: chunks that an earlier mark
+    of the slot declared are not read again.
+    """
+
+    seq: int
+    tokens: int
+    digested_bytes: int
     stages: tuple[StageOutcome, ...]
 
 
@@ -929,10 +1027,12 @@ Reply: TypeAlias = (
     | Registered
     | WorkersChanged
     | Done
+    | WorkerOrdered
     | Progress
     | Captured
     | Restored
     | Copied
+    | Marked
     | PutBegun
     | PartStored
     | Parts
@@ -1032,6 +1132,21 @@ class CopyJob(Message, frozen=True, tag="copy_job"):
     stage: int = -1
 
 
+class DigestJob(Message, frozen=True, tag="digest_job"):
+    """Digest chunks of a pool where they lie: of `layout.chunks(tokens, positions)` those that `chunks` numbers
+    (packed, ascending), in that order.
+    """
+
+    job: int
+    pool: int
+    rows: tuple[bytes, ...]
+    tokens: int
+    chunks: bytes
+    poll_event: bool
+    positions: bytes = b""
+    event_wait_s: float = 30.0
+
+
 class CancelJob(Message, frozen=True, tag="cancel_job"):
     """Stop a job between two slices; it then ends with `JobFailed` and code ``cancelled``."""
 
@@ -1071,12 +1186,14 @@ Command: TypeAlias = (
     | CaptureJob
     | RestoreJob
     | CopyJob
+    | DigestJob
     | CancelJob
     | ArmFault
     | DisarmFault
     | TakeCensus
     | StopWorker
 )
+CopyCommand: TypeAlias = CaptureJob | RestoreJob | CopyJob | DigestJob
 
 # --- worker to supervisor --------------------------------------------------------------------------------------------
 
@@ -1102,6 +1219,17 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     cpus: tuple[int, ...]
     start_s: float
     device_bytes: int = 0
+
+
+class BootFailed(Message, frozen=True, tag="boot_failed"):
+    """The device cannot be used; the worker waits for `StopWorker` and ends. With code ``out_of_memory`` it needed
+    `wanted_bytes` of device memory, of which `free_bytes` were free (0: it could not find out).
+    """
+
+    code: str
+    message: str
+    wanted_bytes: int = 0
+    free_bytes: int = 0
 
 
 class ShuttleReady(Message, frozen=True, tag="shuttle_ready"):
@@ -1149,9 +1277,10 @@ class SourceFree(Message, frozen=True, tag="source_free"):
 
 
 class JobDone(Message, frozen=True, tag="job_done"):
-    """A job ended well. `digests` holds those of a capture, in chunk order; `lane_s` is the time from its start on the
-    lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on `cpu`: worked). `algorithm`
-    made the digests, where it is not the worker's own (a pool in host memory on a GPU's worker).
+    """A job ended well. `digests` holds those of a capture, or those that were asked for, in chunk order; `lane_s` is
+    the time from its start on the lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on
+    `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool in host memory on a GPU's
+    worker).
     """
 
     job: int
@@ -1194,6 +1323,7 @@ class Census(Message, frozen=True, tag="census"):
 Report: TypeAlias = (
     WorkerHello
     | WorkerReady
+    | BootFailed
     | ShuttleReady
     | ShuttleFailed
     | PoolOpened

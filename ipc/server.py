@@ -7,6 +7,7 @@ loop calls `flush` at each turn and does not wait longer than `FLUSH_S` between 
 
 import enum
 from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Self
@@ -25,6 +26,8 @@ HIGH_WATER_COUNT: Final = 64
 RECEIVE_COUNT: Final = 8
 QUEUE_COUNT: Final = 1024
 QUEUE_BYTES: Final = 64 * 1024 * 1024
+# Of all peers. Above it those that have more than their share are refused first.
+TOTAL_BYTES: Final = 256 * 1024 * 1024
 
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
 
@@ -51,6 +54,15 @@ class Incoming(NamedTuple):
     descriptor: int = -1
 
 
+@dataclass(slots=True)
+class _Queue:
+    """What waits for one peer. `still_since_s`: since when nothing of it has left, once that was asked."""
+
+    frames: deque[bytes] = field(default_factory=deque)
+    held_bytes: int = 0
+    still_since_s: float | None = None
+
+
 class RouterServer:
     """A bound ROUTER socket with its queues. For one thread."""
 
@@ -63,6 +75,7 @@ class RouterServer:
         max_message_bytes: int,
         queue_count: int,
         queue_bytes: int,
+        total_bytes: int,
     ) -> None:
         self._socket = socket
         self._own_context = context
@@ -70,8 +83,9 @@ class RouterServer:
         self._max_message_bytes = max_message_bytes
         self._queue_count = queue_count
         self._queue_bytes = queue_bytes
-        self._queues: dict[bytes, deque[bytes]] = {}
-        self._queued_bytes: dict[bytes, int] = {}
+        self._queues: dict[bytes, _Queue] = {}
+        self._total_bytes = total_bytes
+        self._pending_bytes = 0
 
     @classmethod
     def bind(
@@ -82,6 +96,7 @@ class RouterServer:
         high_water_count: int = HIGH_WATER_COUNT,
         queue_count: int = QUEUE_COUNT,
         queue_bytes: int = QUEUE_BYTES,
+        total_bytes: int = TOTAL_BYTES,
         linger_ms: int = LINGER_MS,
         reach: Reach = GROUP_REACH,
         context: ZmqContext | None = None,
@@ -121,6 +136,7 @@ class RouterServer:
             max_message_bytes=max_message_bytes,
             queue_count=queue_count,
             queue_bytes=queue_bytes,
+            total_bytes=total_bytes,
         )
 
     @property
@@ -137,16 +153,17 @@ class RouterServer:
     @property
     def pending_count(self) -> int:
         """Frames that wait in the queues."""
-        return sum(map(len, self._queues.values())) if self._queues else 0
+        return sum(len(queue.frames) for queue in self._queues.values()) if self._queues else 0
 
     @property
     def pending_bytes(self) -> int:
         """Bytes that wait in the queues."""
-        return sum(self._queued_bytes.values())
+        return self._pending_bytes
 
     def queued_count(self, peer: bytes) -> int:
         """Frames that wait in the queue of a peer."""
-        return len(self._queues.get(peer, ()))
+        queue = self._queues.get(peer)
+        return 0 if queue is None else len(queue.frames)
 
     def recv_all(self, limit: int) -> list[Incoming]:
         """Up to `limit` messages that are there now."""
@@ -165,12 +182,16 @@ class RouterServer:
             result = self._try_send(peer, frame)
             if result is not Sent.QUEUED:
                 return result
-            queue = self._queues[peer] = deque()
-            self._queued_bytes[peer] = 0
-        if len(queue) >= self._queue_count or self._queued_bytes[peer] + len(frame) > self._queue_bytes:
+            queue = self._queues[peer] = _Queue()
+        held_bytes = queue.held_bytes + len(frame)
+        if len(queue.frames) >= self._queue_count or held_bytes > self._queue_bytes:
             return Sent.FULL
-        queue.append(frame)
-        self._queued_bytes[peer] += len(frame)
+        # Whoever has less than his share may go on: so all together stay near the total, and the fattest are refused.
+        if self._pending_bytes + len(frame) > self._total_bytes and held_bytes * len(self._queues) > self._total_bytes:
+            return Sent.FULL
+        queue.frames.append(frame)
+        queue.held_bytes = held_bytes
+        self._pending_bytes += len(frame)
         return Sent.QUEUED
 
     def flush(self) -> list[bytes]:
@@ -181,11 +202,14 @@ class RouterServer:
         gone: list[bytes] = []
         for peer in list(self._queues):
             queue = self._queues[peer]
-            while queue:
-                result = self._try_send(peer, queue[0])
+            while queue.frames:
+                result = self._try_send(peer, queue.frames[0])
                 if result is not Sent.SENT:
                     break
-                self._queued_bytes[peer] -= len(queue.popleft())
+                sent_bytes = len(queue.frames.popleft())
+                queue.held_bytes -= sent_bytes
+                self._pending_bytes -= sent_bytes
+                queue.still_since_s = None
             else:
                 result = Sent.SENT
             if result is Sent.UNREACHABLE:
@@ -194,10 +218,23 @@ class RouterServer:
                 self.forget(peer)
         return gone
 
+    def unread(self, now_s: float, limit_s: float) -> list[bytes]:
+        """Peers for whom frames wait of which none has left for `limit_s`: they do not read. To be asked at each turn
+        while frames are pending; time counts from the first question.
+        """
+        found: list[bytes] = []
+        for peer, queue in self._queues.items():
+            if queue.still_since_s is None:
+                queue.still_since_s = now_s
+            elif now_s - queue.still_since_s >= limit_s:
+                found.append(peer)
+        return found
+
     def forget(self, peer: bytes) -> None:
         """Drop what is queued for a peer."""
-        self._queues.pop(peer, None)
-        self._queued_bytes.pop(peer, None)
+        queue = self._queues.pop(peer, None)
+        if queue is not None:
+            self._pending_bytes -= queue.held_bytes
 
     def close(self) -> None:
         """Close the socket and remove its name, still under the instance lock. What ZeroMQ has taken over leaves within
@@ -206,7 +243,7 @@ class RouterServer:
         if not self._socket.closed:
             self._path.unlink(missing_ok=True)
         self._queues.clear()
-        self._queued_bytes.clear()
+        self._pending_bytes = 0
         self._socket.close()
         if self._own_context is not None:
             self._own_context.term()

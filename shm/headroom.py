@@ -31,6 +31,17 @@ def memory_headroom(root: Path = Path("/")) -> Headroom:
     return min((room for room in rooms if room is not None), default=Headroom(_NO_LIMIT_BYTES, "nothing"))
 
 
+def oom_kills(root: Path = Path("/")) -> int:
+    """How often the kernel has killed a process for memory in the cgroup of this process (or below it, with v2); 0
+    where that is not counted.
+    """
+    for folder, version in _groups(root):  # the innermost is the first
+        kills = _table(folder / ("memory.oom_control" if version == 1 else "memory.events")).get("oom_kill")
+        if kills is not None:
+            return kills
+    return 0
+
+
 def _host_headroom(root: Path) -> Headroom | None:
     kib = _table(root / "proc/meminfo").get("MemAvailable:")  # ProcSubset=pid hides the file
     return None if kib is None else Headroom(kib * 1024, "MemAvailable of the host")

@@ -9,6 +9,8 @@ import stat
 from collections.abc import Collection
 from typing import NamedTuple
 
+import posix_ipc
+
 from shm.header import ShuttleHeader, split_segment_name
 from shm.shuttle import BLOCK_BYTES, MOUNT, ShuttleError, ShuttleFault, read_header, unlink
 
@@ -51,6 +53,15 @@ def list_segments(instance: str) -> list[Segment]:
     return found
 
 
+def remove_segment(name: str) -> bool:
+    """Unlink one segment if it is a plain file of ours; False where there is none or it is somebody else's."""
+    try:
+        status = os.stat(MOUNT / name[1:], follow_symlinks=False)  # noqa: PTH116
+        return status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode) and unlink(name)
+    except (FileNotFoundError, posix_ipc.PermissionsError):
+        return False
+
+
 def remove_segments(instance: str, keep: Collection[str] = ()) -> list[Segment]:
     """Unlink every segment of `list_segments` whose name is not in `keep`; returns what was removed."""
-    return [segment for segment in list_segments(instance) if segment.name not in keep and unlink(segment.name)]
+    return [s for s in list_segments(instance) if s.name not in keep and remove_segment(s.name)]

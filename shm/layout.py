@@ -164,6 +164,11 @@ class StageLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
                 space_of = [low if space == high else space for space in space_of]
         return tuple(tuple(n for n, s in enumerate(space_of) if s == space) for space in sorted(set(space_of)))
 
+    @functools.cached_property
+    def chunk_step(self) -> int:
+        """At multiples of so many tokens a chunk of every row group ends."""
+        return math.lcm(*map(self._tokens_per_chunk, self.groups))
+
     def capturable_tokens(self, tokens: int) -> int:
         """How many of the first `tokens` tokens can be captured: all, or those in full blocks."""
         return tokens // self.token_unit * self.token_unit

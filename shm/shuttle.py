@@ -10,6 +10,7 @@ import enum
 import errno
 import mmap
 import os
+import resource
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ import posix_ipc
 from shm.extent import GRANULE_BYTES
 from shm.header import HEADER_BYTES, ShuttleHeader, pack_header, unpack_header
 from shm.headroom import Headroom, memory_headroom
+from shm.turns import TurnTaken, turn
 
 MOUNT: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives
 MAX_SHUTTLE_BYTES: Final = 1024 * 1024 * 1024
@@ -29,13 +31,21 @@ STEP_BYTES: Final = 64 * 1024 * 1024
 # Memory that reserving must leave to everybody else.
 MARGIN_BYTES: Final = 64 * 1024 * 1024
 _MODE: Final = 0o600
+# So many makers may reserve a step at the same time without asking one another; nearer to a limit they take turns.
+_MAKERS: Final = 64
 BLOCK_BYTES: Final = 512  # st_blocks counts in these
+_FULL: Final = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+# The process or the host lacks something for now; posix_ipc gives no number where descriptors have run out.
+_PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, None)
 
 
 class ShuttleFault(enum.Enum):
-    """Why a shuttle could not be had."""
+    """Why a shuttle could not be had. MISSING and REFUSED are for good: what lay in that segment is lost. NO_SPACE and
+    UNAVAILABLE (descriptors or address space have run out) pass.
+    """
 
     NO_SPACE = "no_space"
+    UNAVAILABLE = "unavailable"
     CANCELLED = "cancelled"
     MISSING = "missing"
     EXISTS = "exists"
@@ -93,7 +103,7 @@ class Shuttle:
         except posix_ipc.ExistentialError as exc:
             raise ShuttleError(ShuttleFault.EXISTS, f"the segment {header.segment} exists already") from exc
         except (posix_ipc.PermissionsError, OSError) as exc:
-            raise ShuttleError(ShuttleFault.REFUSED, f"the segment {header.segment} cannot be made: {exc}") from exc
+            raise _not_opened(header.segment, "made", exc) from exc
         try:
             os.fchmod(segment.fd, _MODE)  # the umask may have taken bits away
             _reserve(segment.fd, header, on_step, headroom)
@@ -208,26 +218,50 @@ def _no_space(wanted_bytes: int, free_bytes: int, limit: str) -> ShuttleError:
     )
 
 
+def _not_opened(segment: str, what: str, exc: Exception) -> ShuttleError:
+    number = getattr(exc, "errno", None) if isinstance(exc, OSError) else errno.EACCES
+    text = f"the segment {segment} cannot be {what}: {exc}"
+    if number in _FULL:
+        return ShuttleError(ShuttleFault.NO_SPACE, f"{text} ({MOUNT} has no room for another file)")
+    if number in _PASSING:
+        return ShuttleError(ShuttleFault.UNAVAILABLE, f"{text} (this process may have {_open_files()} files open)")
+    return ShuttleError(ShuttleFault.REFUSED, text)
+
+
 def _reserve(
     descriptor: int, header: ShuttleHeader, on_step: Callable[[int], bool], headroom: Callable[[], Headroom]
 ) -> None:
     # The header goes in first: a maker that is killed halfway leaves a segment that says whose it is.
     reserved_bytes = 0
     for end_bytes in (GRANULE_BYTES, *range(STEP_BYTES, header.shuttle_bytes, STEP_BYTES), header.shuttle_bytes):
-        step_bytes = end_bytes - reserved_bytes
-        _check_free(step_bytes, headroom())
-        try:
-            os.posix_fallocate(descriptor, reserved_bytes, step_bytes)
-        except OSError as exc:
-            if exc.errno not in (errno.ENOSPC, errno.ENOMEM):
-                raise ShuttleError(ShuttleFault.REFUSED, f"{header.segment}: {exc.strerror}") from exc
-            status = os.statvfs(MOUNT)
-            raise _no_space(step_bytes, status.f_bavail * status.f_frsize, str(MOUNT)) from exc
+        _reserve_step(descriptor, header, reserved_bytes, end_bytes - reserved_bytes, headroom)
         if reserved_bytes == 0:
             os.pwrite(descriptor, pack_header(header), 0)
         reserved_bytes = end_bytes
         if not on_step(reserved_bytes):
             raise ShuttleError(ShuttleFault.CANCELLED, f"{header.segment}: given up at {reserved_bytes} bytes")
+
+
+def _reserve_step(
+    descriptor: int, header: ShuttleHeader, start_bytes: int, step_bytes: int, headroom: Callable[[], Headroom]
+) -> None:
+    with contextlib.ExitStack() as stack:
+        room = headroom()
+        if room.free_bytes < step_bytes + MARGIN_BYTES + _MAKERS * STEP_BYTES:
+            # Each of several makers would see the same last bytes free, and together they would take more than those.
+            try:
+                stack.enter_context(turn(MOUNT / f"stratad.{header.instance}.lock"))
+            except TurnTaken as exc:
+                raise _no_space(step_bytes, 0, f"{room.limited_by}, which another worker is about to take") from exc
+            room = headroom()
+        _check_free(step_bytes, room)
+        try:
+            os.posix_fallocate(descriptor, start_bytes, step_bytes)
+        except OSError as exc:
+            if exc.errno not in _FULL:
+                raise ShuttleError(ShuttleFault.REFUSED, f"{header.segment}: {exc.strerror}") from exc
+            status = os.statvfs(MOUNT)
+            raise _no_space(step_bytes, status.f_bavail * status.f_frsize, str(MOUNT)) from exc
 
 
 def _open(segment: str) -> int:
@@ -236,7 +270,7 @@ def _open(segment: str) -> int:
     except posix_ipc.ExistentialError as exc:
         raise ShuttleError(ShuttleFault.MISSING, f"there is no segment {segment}") from exc
     except (posix_ipc.PermissionsError, OSError, ValueError) as exc:
-        raise ShuttleError(ShuttleFault.REFUSED, f"the segment {segment} cannot be opened: {exc}") from exc
+        raise _not_opened(segment, "opened", exc) from exc
 
 
 def _own_header(descriptor: int, segment: str) -> ShuttleHeader:
@@ -281,4 +315,12 @@ def _map(descriptor: int, shuttle_bytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, shuttle_bytes)
     except OSError as exc:
-        raise ShuttleError(ShuttleFault.REFUSED, f"{shuttle_bytes} bytes cannot be mapped: {exc.strerror}") from exc
+        # The segment is good; this process has no room for it now (address space, mappings, a descriptor).
+        text = (
+            f"{shuttle_bytes} bytes cannot be mapped: {exc.strerror} (this process may have {_open_files()} files open)"
+        )
+        raise ShuttleError(ShuttleFault.UNAVAILABLE, text) from exc
+
+
+def _open_files() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

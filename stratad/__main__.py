@@ -16,6 +16,7 @@ from stratad.notify import Notifier
 
 def main() -> int:
     """Entry point of the daemon."""
+    _fill_standard_descriptors()
     try:
         config = load_config(sys.argv[1:], os.environ)
     except ConfigError as exc:
@@ -40,6 +41,13 @@ def main() -> int:
     finally:
         notifier.close()
         sink.flush()
+
+
+def _fill_standard_descriptors() -> None:
+    """Descriptors 0 to 2 that are closed lead nowhere: else the next socket would be one of them, and be logged to."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)  # the template and its workers need them as well
+    os.close(opened)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,16 @@ class Call:
 
     __slots__ = (
         "abandoned",
+        "bound",
         "build",
         "error",
         "expected",
+        "in_doubt",
         "level",
         "lost",
         "mend",
         "name",
+        "not_on",
         "on_final",
         "owner",
         "reached",
@@ -47,6 +50,7 @@ class Call:
         "retry",
         "seq",
         "until_s",
+        "unwanted",
         "was_sent",
         "watchers",
     )
@@ -62,10 +66,11 @@ class Call:
         retry: bool = False,
         on_final: "Callable[[Call], None] | None" = None,
         mend: Callable[[StratadError], bool] | None = None,
+        bound: bool = False,
     ) -> None:
         """`build` makes the message at the moment of sending, under the lock; `until_s` is monotonic; `on_final` is
         called once, under the lock. `mend` is asked there when the daemon refused: True sends the call again, made
-        anew.
+        anew. A `bound` call means nothing to any daemon but the one it was begun with.
         """
         self.name = name
         self.build = build
@@ -75,11 +80,15 @@ class Call:
         self.retry = retry
         self.on_final = on_final
         self.mend = mend
+        self.bound = bound
         self.seq = 0
         self.level = QUEUED
         self.reached = QUEUED  # the level before the final one
         self.was_sent = False
+        self.in_doubt = False  # it was lost and is to be sent again: what became of the first one is not known
+        self.not_on: Connection | None = None  # whose daemon is stopping and takes nothing in any more
         self.abandoned = False
+        self.unwanted = False  # it was asked to be cancelled: it is not sent again
         self.lost = False
         self.reply: object | None = None
         self.error: StratadError | None = None

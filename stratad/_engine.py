@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args, overload
 
-from ipc.messages import Captured, Copied, Done, Found, Lookup, Mark, Restored, SlotDrop, WorkerProcess
+from ipc.messages import Captured, Copied, Done, Found, Lookup, Mark, Marked, Restored, SlotDrop, WorkerProcess
 from stratad._arguments import TokensLike, pack_tokens
 from stratad._calls import FINAL, Call
 from stratad._fences import AnyTicket, Fences, rows_busy
@@ -248,18 +248,60 @@ class Engine:
         """`lookup` for coroutines."""
         return _match(await self._client.wait_async(self._lookup_call(tokens, deadline_s), Found))
 
-    def mark(self, slot: int, mark: MarkName, *, deadline_s: float | None = None) -> None:
+    @overload
+    def mark(self, slot: int, mark: MarkName, *, deadline_s: float | None = None) -> None: ...
+
+    @overload
+    def mark(
+        self,
+        slot: int,
+        mark: Literal["clean"],
+        *,
+        conversation: str,
+        tokens: TokensLike,
+        rows: StageRowsLike | None = None,
+        rows_by_stage: Sequence[StageRowsLike] | None = None,
+        deadline_s: float | None = None,
+    ) -> Ticket[Marked]: ...
+
+    def mark(
+        self,
+        slot: int,
+        mark: MarkName,
+        *,
+        conversation: str = "",
+        tokens: TokensLike | None = None,
+        rows: StageRowsLike | None = None,
+        rows_by_stage: Sequence[StageRowsLike] | None = None,
+        deadline_s: float | None = None,
+    ) -> Ticket[Marked] | None:
         """Mark a slot; a poisoned one is never captured. A mark outlives the daemon: it is sent again to the next.
 
+        With a `conversation` a clean slot's contents are declared: its rows hold these tokens, complete, and state slot
+        `slot` the states at their end. That starts an operation, ordered like a capture, which digests the rows (of a
+        slot that was marked before: what is new); the rows must not be written until the ticket has ended. If this
+        process then dies without a goodbye, the daemon publishes the conversation as far as the rows still have the
+        declared bytes. It ends with any other mark of the slot, with whatever the daemon copies into the rows, and with
+        the daemon: mark again, after each turn.
+
         Raises:
-            UsageError: no such mark or slot.
+            UsageError: no such mark or slot; the arguments contradict each other or the registration.
+            Busy: a row is still written by an operation of this engine (code ``rows_busy``).
         """
+        if tokens is not None or conversation:
+            if mark != "clean" or tokens is None or not conversation:
+                raise UsageError("bad_value", "the contents of a clean slot are a conversation and its tokens")
+            given = RowsGiven(rows, rows_by_stage)
+            return self.operations.mark(conversation, tokens, given, slot, deadline_s)
+        if rows is not None or rows_by_stage is not None:
+            raise UsageError("bad_value", "rows were given, but no conversation and no tokens")
         call, undo = self._mark_call(slot, mark, deadline_s)
         try:
             self._client.wait(call, Done)
         except UsageError:
             undo()
             raise
+        return None
 
     async def mark_async(self, slot: int, mark: MarkName, *, deadline_s: float | None = None) -> None:
         """`mark` for coroutines."""
@@ -448,14 +490,11 @@ class Engine:
         with self._pump.lock:
             # Remembered before it is sent: a poisoned slot must not come back clean because the daemon died in between.
             before = self.registration.marks.get(slot)
-            self.registration.marks[slot] = mark
+            self.registration.marks.set(slot, mark)
 
         def undo() -> None:
             with self._pump.lock:
-                if before is None:
-                    self.registration.marks.pop(slot, None)
-                else:
-                    self.registration.marks[slot] = before
+                self.registration.marks.set(slot, before)
 
         call = Call(
             "mark",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from ipc.messages import Captured, Copied, PartLoaded, PartStored, Restored
+from ipc.messages import Captured, Copied, Marked, PartLoaded, PartStored, Restored
 from shm.layout import StageLayout
 from shm.row_spaces import shared_row
 from stratad._proofs import WorkerProof
@@ -11,7 +11,7 @@ from stratad._pump import Pump
 from stratad.errors import Busy
 from stratad.tickets import Ticket
 
-AnyTicket: TypeAlias = Ticket[Captured | Restored | Copied | PartStored | PartLoaded]
+AnyTicket: TypeAlias = Ticket[Captured | Restored | Copied | Marked | PartStored | PartLoaded]
 
 
 class Fences:

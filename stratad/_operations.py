@@ -13,6 +13,8 @@ from ipc.messages import (
     Captured,
     Copied,
     Done,
+    Mark,
+    Marked,
     PartLoaded,
     PartStored,
     Release,
@@ -30,7 +32,7 @@ from stratad._calls import Call
 from stratad._fences import Fences
 from stratad._registration import Registration, Session
 from stratad._rows import Checkpoints, RowsGiven, RowUse, StageRows, check_checkpoints, stage_rows
-from stratad.errors import UsageError
+from stratad.errors import Lost, UsageError
 from stratad.tickets import Ticket
 
 if TYPE_CHECKING:
@@ -38,9 +40,9 @@ if TYPE_CHECKING:
     from stratad.client import Client
 
 # What reads rows only and replaces what it made before: to send it again on a new connection does no harm.
-_REPEATABLE: Final = ("capture", "slot_to")
+_REPEATABLE: Final = ("capture", "slot_to", "mark")
 
-ResultT = TypeVar("ResultT", bound=Captured | Restored | Copied | PartStored | PartLoaded)
+ResultT = TypeVar("ResultT", bound=Captured | Restored | Copied | Marked | PartStored | PartLoaded)
 PartT = TypeVar("PartT", bound=PartStored | PartLoaded)
 
 
@@ -95,6 +97,27 @@ class Operations:
             return Capture(seq, engine_id, conversation, packed, rows, slot, ordered, reading.positions, left_s)
 
         return self._start("capture", build, Captured, (reading.use,), slot, deadline_s)
+
+    def mark(
+        self, conversation: str, tokens: TokensLike, given: RowsGiven, slot: int, deadline_s: float | None
+    ) -> Ticket[Marked]:
+        """Declare what rows hold."""
+        packed = pack_tokens(tokens)
+        count = len(packed) // 4
+        reading = self._reading(given, count, slot, self._state_at(count, slot))
+        self._order()
+        marks = self._registration.marks
+        before = marks.turn(slot)
+
+        def build(seq: int, left_s: float) -> Request:
+            engine_id, rows, ordered = self._registration.engine_id, reading.use.packed, self._ordered()
+            return Mark(seq, engine_id, slot, "clean", conversation, packed, rows, ordered, left_s)
+
+        def declared() -> None:
+            if marks.turn(slot) == before:
+                marks.set(slot, "clean")
+
+        return self._start("mark", build, Marked, (reading.use,), slot, deadline_s, on_success=declared)
 
     def restore(self, image: ImageWanted, given: RowsGiven, slot: int, deadline_s: float | None) -> Ticket[Restored]:
         """Restore an image into rows, or take it."""
@@ -176,7 +199,7 @@ class Operations:
             return build(seq, left_s)
 
         kind = "get_part" if writes else "put_part"
-        return self._start(kind, in_session, expected, (use,), 0, deadline_s)
+        return self._start(kind, in_session, expected, (use,), 0, deadline_s, bound=True)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -216,6 +239,9 @@ class Operations:
         uses: tuple[RowUse, ...],
         slot: int,
         deadline_s: float | None,
+        *,
+        bound: bool = False,
+        on_success: Callable[[], None] | None = None,
     ) -> Ticket[ResultT]:
         registration = self._registration
 
@@ -224,7 +250,8 @@ class Operations:
             return build(seq, call.remaining_s())
 
         until_s = self._client.until_s(deadline_s)
-        call: Call = Call(kind, send, expected, until_s, owner=registration, retry=kind in _REPEATABLE)
+        retry = kind in _REPEATABLE
+        call: Call = Call(kind, send, expected, until_s, owner=registration, retry=retry, bound=bound)
         take = kind == "take"
         ticket: Ticket[ResultT] = Ticket(
             kind,
@@ -235,6 +262,7 @@ class Operations:
             cancel=self._send_cancel,
             acknowledge=self._send_acknowledge if take else None,
             release=self._send_release if take else None,
+            on_success=on_success,
         )
         with self._pump.lock:
             registration.check_open()
@@ -243,14 +271,13 @@ class Operations:
         self._client.ask_about_lost()
         return ticket
 
-    def _send_acknowledge(self, image_id: int, until_s: float) -> Call:
-        call = Call(
-            "acknowledge",
-            lambda _, seq: Acknowledge(seq, self._registration.engine_id, image_id),
-            Done,
-            until_s,
-            owner=self._registration,
-        )
+    def _send_acknowledge(self, session: Session, image_id: int, until_s: float) -> Call:
+        def build(_: "Connection", seq: int) -> Request:
+            if self._registration.session != session:
+                raise Lost("lost", "acknowledge: the daemon that gave the image has gone; the image may still be there")
+            return Acknowledge(seq, session.engine_id, image_id)
+
+        call = Call("acknowledge", build, Done, until_s, owner=self._registration)
         self._pump.submit(call)
         return call
 

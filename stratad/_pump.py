@@ -10,7 +10,7 @@ The ZeroMQ socket is touched under `lock` only. Its descriptor is edge-triggered
 before letting go of the lock, so that a poll which starts later misses nothing.
 
 A lost connection is opened again by the leader. A call that was never sent, or may be repeated, waits for that; all
-others end in `Lost`.
+others end in `Lost`. A call that a stopping daemon turned away was never begun: it waits for the next daemon too.
 """
 
 import contextlib
@@ -233,6 +233,8 @@ class Pump:
                     return
                 if call.build is None:
                     self._finish(call)
+                elif call.not_on is link:
+                    continue
                 elif owner is None or owner.ready_on(link):
                     self._send(link, call)
 
@@ -421,8 +423,9 @@ class Pump:
             if call.level == QUEUED:
                 continue
             # After `source_free` the engine may have written the rows: a repeated capture would read other bytes.
-            if call.retry and call.level < SOURCE_FREE and not call.abandoned:
+            if call.retry and call.level < SOURCE_FREE and not (call.abandoned or call.unwanted):
                 call.level = QUEUED
+                call.in_doubt = True
             else:
                 call.lost = True
                 self._fail(call, Lost("lost", f"{call.name}: {why} before the final reply"))
@@ -480,6 +483,8 @@ class Pump:
             call.reply = reply
             self._finish(call)
         elif isinstance(reply, Failed):
+            if reply.code == "stopping" and self._wait_for_next(link, call, reply):
+                return
             failed = error_for(
                 reply.code, reply.message, stage=reply.stage, stages=reply.stages, detail=dict(reply.detail)
             )
@@ -491,6 +496,19 @@ class Pump:
             self._advance(call, PROGRESS[reply.state])
         else:
             self._drop(link, reply.seq, f"the daemon answered {call.name} with {kind.__name__}")
+
+    def _wait_for_next(self, link: Connection, call: Call, failed: Failed) -> bool:
+        """Queue a call that a stopping daemon turned away for the next one; False where it did some of it that cannot
+        be repeated, or nobody wants it any more.
+        """
+        if call.abandoned or call.unwanted or call.bound:
+            return False
+        if not _never_begun(failed) and not (call.retry and call.level < SOURCE_FREE):
+            return False
+        call.level = QUEUED
+        call.not_on = link
+        call.was_sent = call.in_doubt
+        return True
 
     def _drop(self, link: Connection, seq: int, why: str) -> None:
         """The peer broke the wire: tell the call concerned (all, where it cannot be known) and let the connection
@@ -537,6 +555,14 @@ class Pump:
             for watched, loop, woken in call.watchers:
                 if level >= watched:
                     _wake_coroutine(loop, woken)
+
+
+def _never_begun(failed: Failed) -> bool:
+    """Whether a failure says of every stage that nothing of it was done."""
+    return all(
+        outcome.state == "untouched" or (outcome.code == "stopping" and not any(outcome.rows_undefined))
+        for outcome in failed.stages
+    )
 
 
 def _frame(link: Connection, call: Call) -> bytes:

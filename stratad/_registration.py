@@ -17,7 +17,7 @@ from stratad._calls import Call
 from stratad._proofs import WorkerProof
 from stratad._pump import Pump
 from stratad._stages import StageExport
-from stratad.errors import Busy, Lost, PeerGone, ProtocolError, StratadError, UsageError
+from stratad.errors import Busy, DeadlineExceeded, Lost, PeerGone, ProtocolError, StratadError, UsageError
 
 if TYPE_CHECKING:
     from stratad._connection import Connection
@@ -34,13 +34,37 @@ class Session(NamedTuple):
     engine_id: int
 
 
+class Marks:
+    """The last mark of every slot that was marked. `turn` changes with each mark of a slot."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, tuple[str, int]] = {}
+
+    def set(self, slot: int, mark: str | None) -> None:
+        """Remember a mark; None forgets what there is."""
+        turn = self.turn(slot) + 1
+        self._marks[slot] = ("" if mark is None else mark, turn)
+
+    def get(self, slot: int) -> str | None:
+        """The last mark of a slot."""
+        return self._marks.get(slot, ("", 0))[0] or None
+
+    def turn(self, slot: int) -> int:
+        """How often the slot was marked."""
+        return self._marks.get(slot, ("", 0))[1]
+
+    def all(self) -> list[tuple[int, str]]:
+        """Every marked slot."""
+        return [(slot, mark) for slot, (mark, _) in self._marks.items() if mark]
+
+
 class Registration:
     """See the module. Every method is called under the pump's lock.
 
     Attributes:
         engine_id: the daemon's number of the engine; changes with every registration.
         workers: the processes that serve the stages, one a stage; after the end those that may still have them mapped.
-        marks: the last mark of every slot that was marked.
+        marks: what is sent again to the next daemon; what a clean slot holds is not.
         closed: nothing will be registered any more.
     """
 
@@ -62,7 +86,7 @@ class Registration:
         self.exports: Final = exports
         self.engine_id = 0
         self.workers: tuple[WorkerProof, ...] = ()
-        self.marks: dict[int, str] = {}
+        self.marks: Final = Marks()
         self.closed = False
         self._pump = pump
         self._deadline_s = deadline_s
@@ -127,6 +151,7 @@ class Registration:
     def link_opened(self) -> None:
         """There is a new connection."""
         self._retry_s = FIRST_RETRY_S
+        self._retry_due = False  # what an earlier daemon had us wait for is no reason to keep this one waiting
         if self._in_flight is None or self._in_flight.name != "register":  # the first one is repeated by the pump
             self._register_again()
 
@@ -228,7 +253,7 @@ class Registration:
         self._retry_s = FIRST_RETRY_S
         if first:
             self.on_first()
-        for slot, mark in self.marks.items():
+        for slot, mark in self.marks.all():
             self._send_now(_mark(reply.engine_id, slot, mark))
         self._pump.flush(self)
 
@@ -242,8 +267,9 @@ class Registration:
         self.prune_proofs()
 
     def _failed(self, error: StratadError) -> None:
-        if isinstance(error, Busy | PeerGone) or error.code == "probe_failed":
-            # A daemon that has just started, or an engine that writes while both sides read the probe.
+        if isinstance(error, Busy | PeerGone | DeadlineExceeded) or error.code == "probe_failed":
+            # A daemon that has just started or waits for a worker of the former one to be gone, or an engine that
+            # writes while both sides read the probe.
             self._try_later()
         else:
             self._pump.fail(self, error)
@@ -255,7 +281,7 @@ class Registration:
 
     def _retry(self) -> None:
         self._retry_due = False
-        if self._pump.link is not None and self._pump.has_queued(self):
+        if self._pump.link is not None and not self.registered and self._pump.has_queued(self):
             self._register_again()
 
     def _send_unregister(self, engine_id: int, until_s: float) -> Call:

@@ -6,7 +6,8 @@
 ...     image = engine.capture("conversation", tokens, rows=range(len(tokens)), slot=0).result()
 
 Blocking calls use the calling thread alone. Every call has a deadline and ends in a result or in one of
-`stratad.errors`. After a restart of the daemon the client connects and registers again by itself, at its next call.
+`stratad.errors`. After a restart of the daemon the client connects and registers again by itself, at its next call;
+what a stopping daemon turned away waits for the next one.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ import zmq
 from ipc.link import ZmqContext
 from ipc.messages import (
     FINGERPRINT_REQUIRED,
+    Announce,
     Captured,
     Clear,
     Copied,
@@ -38,16 +40,22 @@ from ipc.messages import (
     ImageDetail,
     ImageInfo,
     Images,
+    Lift,
     ListImages,
+    Marked,
     Memory,
     MemoryReply,
     Pin,
     Registered,
+    Request,
+    ResetWorker,
+    RestartWorker,
     Restored,
     Show,
     Stats,
     StatsReply,
     Welcome,
+    WorkerOrdered,
     WorkersChanged,
 )
 from stratad._calls import FINAL, Call
@@ -76,6 +84,7 @@ __all__ = [
     "ImageDetail",
     "ImageInfo",
     "MarkName",
+    "Marked",
     "Match",
     "MemoryReply",
     "PartNote",
@@ -316,6 +325,64 @@ class Client:
     ) -> None:
         """`pin` for coroutines."""
         await self.wait_async(self._pin_call(namespace, conversation, pinned, image_id, deadline_s), Done)
+
+    def announce(self, namespace: str = "", devices: Sequence[str] = (), *, deadline_s: float | None = None) -> int:
+        """Say that an engine is about to allocate memory on `devices` (as the daemon names them: ``cpu:K``, or the UUID
+        of a GPU), for `namespace`; back when what dead engines left there is unmapped, and the memory is free. Rescues
+        that were still under way there end; returns how many.
+
+        Raises:
+            DeadlineExceeded: a worker still had it mapped at the deadline.
+        """
+        return self.wait(self._announce_call(namespace, devices, deadline_s), Done).count
+
+    async def announce_async(
+        self, namespace: str = "", devices: Sequence[str] = (), *, deadline_s: float | None = None
+    ) -> int:
+        """`announce` for coroutines."""
+        return (await self.wait_async(self._announce_call(namespace, devices, deadline_s), Done)).count
+
+    def lift(
+        self, namespace: str, conversation: str = "", *, image_id: int = 0, deadline_s: float | None = None
+    ) -> int:
+        """Lift the quarantine of a conversation's images, or only of `image_id`, and of what engines copy under that
+        name; without a conversation of everything in the namespace. Returns how many were quarantined. For admins.
+        """
+        return self.wait(self._lift_call(namespace, conversation, image_id, deadline_s), Done).count
+
+    async def lift_async(
+        self, namespace: str, conversation: str = "", *, image_id: int = 0, deadline_s: float | None = None
+    ) -> int:
+        """`lift` for coroutines."""
+        return (await self.wait_async(self._lift_call(namespace, conversation, image_id, deadline_s), Done)).count
+
+    def restart_worker(self, worker: str, *, deadline_s: float | None = None) -> WorkerOrdered:
+        """Kill a worker's process if there is one, and start the next at once. Images stay. For admins.
+
+        Raises:
+            UsageError: there is no such worker, or the caller is no admin.
+            Busy: it is stuck (code ``worker_unavailable``), or the daemon stops.
+        """
+        return self.wait(self._restart_call(worker, deadline_s), WorkerOrdered)
+
+    async def restart_worker_async(self, worker: str, *, deadline_s: float | None = None) -> WorkerOrdered:
+        """`restart_worker` for coroutines."""
+        return await self.wait_async(self._restart_call(worker, deadline_s), WorkerOrdered)
+
+    def reset_worker(self, worker: str, *, force: bool = False, deadline_s: float | None = None) -> WorkerOrdered:
+        """Like `restart_worker`, but the next process begins with an empty arena: images that lie there are dropped.
+
+        Raises:
+            UsageError: as there; or images lie there and there is no `force` (code ``arena_in_use``; nothing happened).
+            Busy: as there.
+        """
+        return self.wait(self._reset_call(worker, force, deadline_s), WorkerOrdered)
+
+    async def reset_worker_async(
+        self, worker: str, *, force: bool = False, deadline_s: float | None = None
+    ) -> WorkerOrdered:
+        """`reset_worker` for coroutines."""
+        return await self.wait_async(self._reset_call(worker, force, deadline_s), WorkerOrdered)
 
     def stats(self, *, deadline_s: float | None = None) -> StatsReply:
         """State of the daemon at one instant."""
@@ -586,6 +653,27 @@ class Client:
     ) -> Call:
         until_s = self.until_s(deadline_s)
         return Call("pin", lambda _, seq: Pin(seq, namespace, conversation, pinned, image_id), Done, until_s)
+
+    def _announce_call(self, namespace: str, devices: Sequence[str], deadline_s: float | None) -> Call:
+        until_s, named = self.until_s(deadline_s), tuple(devices)
+
+        def build(_: Connection, seq: int) -> Request:
+            return Announce(seq, namespace, named, call.remaining_s())
+
+        call = Call("announce", build, Done, until_s, retry=True)
+        return call
+
+    def _lift_call(self, namespace: str, conversation: str, image_id: int, deadline_s: float | None) -> Call:
+        until_s = self.until_s(deadline_s)
+        return Call("lift", lambda _, seq: Lift(seq, namespace, conversation, image_id), Done, until_s)
+
+    def _restart_call(self, worker: str, deadline_s: float | None) -> Call:
+        until_s = self.until_s(deadline_s)
+        return Call("restart_worker", lambda _, seq: RestartWorker(seq, worker), WorkerOrdered, until_s)
+
+    def _reset_call(self, worker: str, force: bool, deadline_s: float | None) -> Call:
+        until_s = self.until_s(deadline_s)
+        return Call("reset_worker", lambda _, seq: ResetWorker(seq, worker, force), WorkerOrdered, until_s)
 
     def _stats_call(self, deadline_s: float | None) -> Call:
         return Call("stats", lambda _, seq: Stats(seq), StatsReply, self.until_s(deadline_s), retry=True)

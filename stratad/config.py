@@ -62,6 +62,8 @@ class RamConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shuttle_bytes: ShuttleSize = 256 * MIB
     prefault: bool = False
     keep: bool = True
+    # What a shuttle lacked (room, memory, descriptors) may be there again; nobody tells the daemon.
+    grow_again_s: Seconds = 10.0
 
 
 class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,8 +96,15 @@ class DeadlinesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     worker_boot_s: Seconds = 60.0
     job_floor_s: Seconds = 10.0
+    # For a worker to map or unmap the next pool; a shuttle has this plus its bytes over the link's floor.
+    order_s: Seconds = 30.0
+    # SIGKILL takes effect in well under a second, also with a large arena to unmap. Who is still there after this long
+    # hangs in the kernel or a driver.
+    stuck_s: Seconds = 10.0
     link_floor_bytes_per_s: Annotated[float, Meta(ge=1e3, le=1e15)] = 200e6
     stop_s: Seconds = 10.0
+    lease_s: Seconds = 60.0
+    unread_s: Seconds = 60.0
 
 
 class AccessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,6 +121,12 @@ class RestartsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backoff_first_s: Seconds = 0.1
     backoff_cap_s: Seconds = 30.0
     give_up_after: Annotated[int, Meta(ge=1, le=1000)] = 8
+
+
+class RescueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What dead engines had marked clean."""
+
+    max_s: Annotated[float, Meta(ge=0, le=3600)] = 2.0
 
 
 class MemoryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,6 +170,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     restarts: RestartsConfig = RestartsConfig()
+    rescue: RescueConfig = RescueConfig()
     memory: MemoryConfig = MemoryConfig()
     log: LogConfig = LogConfig()
     testing: TestingConfig = TestingConfig()

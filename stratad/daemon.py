@@ -5,12 +5,14 @@ import gc
 import logging
 import os
 import shutil
+import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 from ipc.lifeline import LifelineServer
+from ipc.listening import listener, listens
 from ipc.logs import fields
 from ipc.messages import WorkerSpec
 from ipc.rundir import OWNER_REACH, open_directory, prepare_directory
@@ -34,7 +36,7 @@ from stratad.fault_points import DieAt, FaultPoints
 from stratad.journal import Journal, JournalError, journal_path, read_journal, remove_journal
 from stratad.keys import load_digest_key
 from stratad.links import Endpoints
-from stratad.lock import InstanceLock
+from stratad.lock import InstanceLock, InstanceLocked
 from stratad.notify import Notifier
 from stratad.open_files import raise_open_files
 from stratad.paths import SocketPaths, socket_paths
@@ -68,6 +70,7 @@ def run(config: Config, notifier: Notifier) -> int:
         lock = InstanceLock.take(config.daemon.instance)
         stack.callback(lambda: lock.release(unlink=not journal_path(config.daemon.instance).exists()))
         paths = socket_paths(Path(config.daemon.run_dir), config.daemon.instance)
+        _refuse_served(config.daemon.instance, paths)
         key = load_digest_key(Path(config.daemon.state_dir))
         raise_open_files(config.limits.max_clients)
         notifier.starting("finding devices", START_STEP_S)
@@ -96,7 +99,9 @@ def run(config: Config, notifier: Notifier) -> int:
             {d.worker: _spec(config, paths, key, d) for d in devices},
             access,
             journal=journal,
+            lock=lock,
             stop_s=config.deadlines.stop_s,
+            unread_s=config.deadlines.unread_s,
             notifier=notifier,
             points=_fault_points(config),
         )
@@ -121,6 +126,17 @@ def run(config: Config, notifier: Notifier) -> int:
             remove_journal(config.daemon.instance)
         log.info("stopped", extra=fields(images_kept=kept))
     return 0
+
+
+def _refuse_served(instance: str, paths: SocketPaths) -> None:
+    """Whoever cleans up /dev/shm may take the lock's file away from under a daemon that serves on.
+
+    Raises:
+        InstanceLocked: somebody listens at this instance's sockets.
+    """
+    if listens(paths.life, socket.SOCK_SEQPACKET):
+        pid, _ = listener(paths.life, socket.SOCK_SEQPACKET) or ("?", -1)
+        raise InstanceLocked(f"instance {instance!r} is served by another daemon (pid {pid}), which has lost its lock")
 
 
 def _legacy(instance: str, key: bytes, workers: list[str]) -> Legacy:
@@ -196,8 +212,10 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
     if budget_bytes == "auto":
         headroom = memory_headroom()
         free_bytes = shutil.disk_usage(MOUNT).free
-        budget_bytes = int(min(headroom.free_bytes, free_bytes) * AUTO_SHARE)
-        source = f"a quarter of the least of {headroom.limited_by} and {MOUNT}"
+        bound = headroom.limited_by if headroom.free_bytes <= free_bytes else str(MOUNT)
+        least_bytes = min(headroom.free_bytes, free_bytes)
+        budget_bytes = int(least_bytes * AUTO_SHARE)
+        source = f"a quarter of the {least_bytes} bytes free under {bound}"
         log.info("memory budget", extra=fields(budget_bytes=budget_bytes, source=source))
     else:
         _warn_of_budget(budget_bytes)
@@ -205,8 +223,8 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
     shuttle_bytes = min(config.ram.shuttle_bytes, arena_bytes // GRANULE_BYTES * GRANULE_BYTES)
     if shuttle_bytes < LEAST_SHUTTLE_BYTES:
         raise ValueError(
-            f"ram.budget_bytes = {budget_bytes} leaves {arena_bytes} bytes to each of {len(devices)} devices, "
-            f"a shuttle needs at least {LEAST_SHUTTLE_BYTES}"
+            f"ram.budget_bytes = {budget_bytes} ({source}) leaves {arena_bytes} bytes to each of {len(devices)} "
+            f"devices, a shuttle needs at least {LEAST_SHUTTLE_BYTES}"
         )
     if shuttle_bytes < config.ram.shuttle_bytes:
         log.warning(
@@ -234,7 +252,12 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
         boot_s=config.deadlines.worker_boot_s,
         job_floor_s=config.deadlines.job_floor_s,
         link_floor_bytes_per_s=config.deadlines.link_floor_bytes_per_s,
+        grow_again_s=config.ram.grow_again_s,
+        lease_s=config.deadlines.lease_s,
+        order_s=config.deadlines.order_s,
+        stuck_s=config.deadlines.stuck_s,
         restarts=RestartPolicy(restarts.backoff_first_s, restarts.backoff_cap_s, restarts.give_up_after),
+        rescue_max_s=config.rescue.max_s,
         memory=MemorySettings(
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after
         ),

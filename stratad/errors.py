@@ -8,6 +8,7 @@ exception           whose fault                                    what to do
 `NoSpace`           the budget's                                   try later, or make it larger
 `Damaged`           the image's bytes changed                      read the prompt again
 `SourceChanged`     the engine wrote rows while they were captured order the capture after the last write
+`Quarantined`       nobody's: copies of it killed workers twice    read the prompt again; an admin may lift it
 `PeerGone`          another process died or hung                   try again
 `Cancelled`         the caller wanted it                           nothing
 `DeadlineExceeded`  time ran out; the operation may still run      see `rows_busy` of its ticket
@@ -66,6 +67,10 @@ class Damaged(StratadError):
     """A chunk no longer has its digest. Nothing of it was written."""
 
 
+class Quarantined(StratadError):
+    """Copies of this image, conversation or slot killed workers twice. It is refused until an admin lifts that."""
+
+
 class SourceChanged(StratadError):
     """The engine wrote to the rows during the capture. Nothing was published."""
 
@@ -122,6 +127,7 @@ CODES: Final[dict[str, type[StratadError]]] = {
     "part_incomplete": UsageError,
     "poisoned": UsageError,
     "pinned": UsageError,
+    "arena_in_use": UsageError,
     "rows_busy": Busy,
     "image_busy": Busy,
     "worker_unavailable": Busy,
@@ -131,6 +137,7 @@ CODES: Final[dict[str, type[StratadError]]] = {
     "no_space": NoSpace,
     "too_large": NoSpace,
     "damaged": Damaged,
+    "quarantined": Quarantined,
     "source_changed": SourceChanged,
     "worker_died": PeerGone,
     "worker_hung": PeerGone,

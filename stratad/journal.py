@@ -168,7 +168,13 @@ class _File:
         lacking = self.end + free_bytes - self.allocated
         if lacking > 0:
             step = -(-lacking // STEP_BYTES) * STEP_BYTES
-            os.posix_fallocate(self.descriptor, self.allocated, step)
+            try:
+                os.posix_fallocate(self.descriptor, self.allocated, step)
+            except OSError as exc:
+                status = os.fstatvfs(self.descriptor)
+                free_bytes = status.f_bavail * status.f_frsize
+                text = f"{exc.strerror}: {step} bytes are needed, {free_bytes} are free under {MOUNT}"
+                raise OSError(exc.errno, text) from exc
             self.allocated += step
 
     def frame(self, payload: bytes) -> bytes:
@@ -266,7 +272,7 @@ class Journal:
         return self._next is not None
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write records, all or none.
+        """Write records, all or none. With no records it tells whether there is room for one.
 
         Raises:
             JournalError: they are not written.
@@ -278,7 +284,7 @@ class Journal:
         payloads = [encode(record) for record in records]
         total = sum(map(len, payloads)) + FRAME_BYTES * len(payloads)
         try:
-            file.allocate(total if total <= SMALL_BYTES else total + RESERVE_BYTES)
+            file.allocate(total if 0 < total <= SMALL_BYTES else total + RESERVE_BYTES)
             at = file.end
             file.write(b"".join(map(file.frame, payloads)))
         except OSError as exc:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ipc.credentials import process_behind
@@ -28,7 +28,7 @@ class Endpoints(NamedTuple):
 @dataclass(slots=True, eq=False)
 class ClientLink:
     """A client's lifeline with what came over it and, once it has said hello, its ZeroMQ identity. `paused`: it sent
-    more descriptors than are kept for it; they wait in its socket and are read as its messages name them.
+    more descriptors than are kept for it; they wait in its socket and are read as its messages name them. Owns `pidfd`.
     """
 
     client: int
@@ -37,17 +37,21 @@ class ClientLink:
     identity: bytes = b""
     bad_frames: int = 0
     paused: bool = False
+    pidfd: int = -1  # of its process; -1: none could be opened
 
 
 @dataclass(slots=True, eq=False)
 class WorkerLink:
-    """The current process of a worker: its secret, its identity and the way to it."""
+    """The current process of a worker: its secret, its identity and the way to it. `early` is what it said before the
+    template told of it: then neither its pid is known nor which lifeline is its own.
+    """
 
     generation: int
     token: bytes
     identity: bytes
     channel: WorkerChannel
     greeted: bool = False
+    early: list[Incoming] = field(default_factory=list)
 
 
 class ClientLinks:

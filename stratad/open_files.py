@@ -7,8 +7,8 @@ from typing import Final
 from ipc.logs import fields
 
 log = logging.getLogger(__name__)
-# Of each client: its lifeline and its ZeroMQ connection; pools keep one descriptor a stage.
-PER_CLIENT: Final = 2
+# Of each client: its lifeline, its pidfd and its ZeroMQ connection; pools keep one descriptor a stage.
+PER_CLIENT: Final = 3
 POOLS_PER_CLIENT: Final = 8
 # Sockets, pidfds, logs, libraries, and accepting one too many to tell him so.
 OWN: Final = 64
@@ -18,8 +18,14 @@ def raise_open_files(max_clients: int) -> int:
     """Raise the soft limit to the hard one, which costs nothing; say if even that may be too little. Returns the limit.
 
     Workers inherit it. Whoever comes when no descriptor is left is refused; nobody who is there loses anything.
+
+    Raises:
+        ValueError: it does not do for one client.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = OWN + PER_CLIENT + POOLS_PER_CLIENT
+    if hard < least:
+        raise ValueError(f"{hard} open files are allowed, at least {least} are needed: raise LimitNOFILE (ulimit -Hn)")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     needed = OWN + max_clients * (PER_CLIENT + POOLS_PER_CLIENT)
     if hard < needed:

@@ -32,13 +32,15 @@ from ipc.messages import (
     WorkerSpec,
 )
 from ipc.server import FLUSH_S, Incoming, Sent
-from shm.process import open_pidfd, start_ticks
-from shm.shuttle import unlink
+from shm.headroom import oom_kills
+from shm.janitor import remove_segment
+from shm.process import open_pidfd, pidfd_ended, start_ticks
 from stratad import ledger
 from stratad.access import Access
 from stratad.core.core import Core
 from stratad.core.effects import (
     Append,
+    AwaitEnd,
     CloseDescriptor,
     DropClient,
     Effect,
@@ -50,6 +52,7 @@ from stratad.core.effects import (
     SampleMemory,
     SendTo,
     SpawnWorker,
+    StopAwaiting,
     UnlinkSegment,
     WatchFormer,
 )
@@ -62,6 +65,7 @@ from stratad.descriptors import WorkerChannel
 from stratad.fault_points import FaultPoints
 from stratad.journal import Journal, JournalError
 from stratad.links import ClientLink, ClientLinks, Endpoints, RefusalLog, WorkerLink
+from stratad.lock import InstanceLock, InstanceLocked
 from stratad.notify import Notifier
 from stratad.processes import Processes
 
@@ -72,6 +76,12 @@ BAD_FRAME_LIMIT: Final = 16
 ACCEPT_LIMIT: Final = 16
 HELLO_BYTES: Final = 1024  # more is not read of a peer that nobody has vouched for
 LONGEST_WAIT_S: Final = 60.0
+# A worker says hello and that it is ready, then it waits for commands.
+EARLY_LIMIT: Final = 16
+# For the last answers of a worker that has gone; milliseconds, unless the host is very busy.
+LAST_WORDS_S: Final = 0.25
+# Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
+STILL_S: Final = 0.5
 # What may follow the time for a graceful stop: SIGKILL, its proof (10 s), and freeing a large arena.
 END_S: Final = 30.0
 
@@ -91,7 +101,9 @@ class Supervisor:
         access: Access,
         *,
         journal: Journal,
+        lock: InstanceLock,
         stop_s: float,
+        unread_s: float,
         notifier: Notifier,
         points: FaultPoints | None = None,
     ) -> None:
@@ -103,19 +115,24 @@ class Supervisor:
         self._plans = plans
         self._access = access
         self._journal = journal
+        self._lock = lock
+        self._lock_lost = False
         self._formers: dict[str, int] = {}  # pidfds of an earlier daemon's workers, by worker
         self._refusals = RefusalLog()
         self._stop_s = stop_s
+        self._unread_s = unread_s
         self._stop_deadline_s: float | None = None
         self._links = ClientLinks()
         self._worker_links: dict[str, WorkerLink] = {}
         self._worker_identities: dict[bytes, str] = {}
         self._unclaimed: dict[int, Lifeline] = {}
+        self._ending: dict[int, int] = {}  # pidfds of clients that have gone, while their end matters
         self._dropped: list[int] = []  # clients to drop once the effects in hand are done
         self._poller = zmq.Poller()
         self._epoll = select.epoll()  # all plain descriptors, so that the poller has three entries and not one for each
         self._handlers: dict[int, Callable[[], None]] = {}
         self._now = Instant(0.0, 0.0)
+        self._oom_kills = 0
         self._signals: socket.socket | None = None
         self._wakeup: socket.socket | None = None
 
@@ -124,6 +141,7 @@ class Supervisor:
     def run(self) -> None:
         """Serve until a signal asks to stop and every worker has ended."""
         self._catch_signals()
+        self._oom_kills = oom_kills()
         self._poller.register(self._clients.socket, zmq.POLLIN)
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._poller.register(self._epoll.fileno(), zmq.POLLIN)
@@ -132,12 +150,17 @@ class Supervisor:
         self._event(self._core.start)
         self._event(self._core.tick)
         self._notifier.ready()
-        while not (self._core.stopped and not self._processes.workers):
+        while not (self._core.stopped and self._processes.workers.keys() <= self._core.stuck):
             self._turn()
 
     def _turn(self) -> None:
-        ready = [key for key, _ in self._poller.poll(self._wait_ms())]
+        wait_ms, before_s = self._wait_ms(), self._now.now_s
+        ready = [key for key, _ in self._poller.poll(wait_ms)]
         now = self._tell_time()
+        lost_s = now.now_s - before_s - wait_ms / 1000.0
+        if lost_s > STILL_S:  # stopped, or held up by a call: others did their work meanwhile, and nobody looked
+            log.warning("the daemon's loop stood still", extra=fields(for_s=round(lost_s, 3)))
+            self._event(functools.partial(self._core.stood_still, lost_s))
         if self._workers.socket in ready:  # before the descriptors: what a dead worker still said counts
             self._on_workers()
         if self._clients.socket in ready:
@@ -155,17 +178,31 @@ class Supervisor:
         if self._core.due_s <= now.now_s:
             self._event(self._core.tick)
         if self._clients.pending_count:
-            self._clients.flush()
+            self._flush_clients(now.now_s)
         if self._workers.pending_count:
             self._workers.flush()
         for worker, link in list(self._worker_links.items()):
             if link.channel.waiting and not link.channel.flush():
-                self._processes.kill(worker, link.generation, now.now_s)
+                self._unfit(worker, link.generation, "it does not take its commands")
         self._journal.tend()
         if self._stop_deadline_s is not None and self._stop_deadline_s <= now.now_s:
             self._stop_deadline_s = None
             self._event(lambda at: self._core.kill_all("the time for a graceful stop is over", at))
         self._notifier.beat(now.now_s, lambda: status_line(self._core.state))
+
+    def _flush_clients(self, now_s: float) -> None:
+        """Send on what waits for clients; who is gone, or reads nothing for too long, is dropped with all it holds."""
+        lost = [(peer, "it cannot be reached") for peer in self._clients.flush()]
+        lost += [(peer, "it does not read") for peer in self._clients.unread(now_s, self._unread_s)]
+        for peer, why in lost:
+            link = self._links.of_peer(peer)
+            if link is not None:
+                self._drop_deaf(link, why)
+
+    def _drop_deaf(self, link: ClientLink, why: str) -> None:
+        log.info("client dropped: %s", why, extra=fields(client=link.client, pid=link.lifeline.peer.pid))
+        self._core.state.count("clients_dropped")
+        self._drop_client(link)
 
     def _wait_ms(self) -> int:
         if self._journal.compacting:
@@ -215,6 +252,8 @@ class Supervisor:
     def _on_signal(self) -> None:
         assert self._signals is not None
         numbers = set(self._signals.recv(4096))
+        if signal.SIGCHLD in numbers:  # as subreaper, or as process 1, we inherit what others leave behind
+            self._processes.reap_orphans()
         if numbers & {signal.SIGTERM, signal.SIGINT}:
             if self._core.state.stopping:
                 log.info("second signal to stop: already stopping")
@@ -285,7 +324,28 @@ class Supervisor:
         for proc, reason in gone:
             self._unwatch(proc.pidfd)
             os.close(proc.pidfd)
-            self._worker_ended(proc.worker, proc.generation, reason)
+            link = self._worker_links.get(proc.worker)
+            if link is not None and link.generation == proc.generation:
+                self._hear_out(proc.worker, link)
+            self._worker_ended(proc.worker, proc.generation, reason + self._killed_for_memory(proc.status))
+
+    def _killed_for_memory(self, status: int | None) -> str:
+        """What the cgroup says of a SIGKILL: the kernel's own leave no other trace."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        if status != -signal.SIGKILL or self._oom_kills <= before:
+            return ""
+        return f", and the cgroup's count of kills for lack of memory rose from {before} to {self._oom_kills}"
+
+    def _hear_out(self, worker: str, link: WorkerLink) -> None:
+        """Take in what a worker said before its end: its last answers may still be in the hands of ZeroMQ's thread,
+        which lets go of a peer only once everything that came from it was read.
+        """
+        until_s = time.monotonic() + LAST_WORDS_S
+        while link.greeted and self._core.state.workers[worker].jobs and time.monotonic() < until_s:
+            self._on_workers()
+            if self._workers.send(link.identity, b"") is Sent.UNREACHABLE:
+                return
+            self._workers.socket.poll(1)
 
     def _worker_ended(self, worker: str, generation: int, reason: str) -> None:
         link = self._worker_links.get(worker)
@@ -338,19 +398,28 @@ class Supervisor:
             return
         link.channel.lifeline = lifeline
         self._watch(lifeline.fileno(), lambda: self._on_worker_lifeline(lifeline))
+        early, link.early = link.early, []
+        for incoming in early:
+            self._on_report(worker, link, incoming)
 
     def _on_worker_lifeline(self, lifeline: Lifeline) -> None:
         """Its end says that the worker is going; only its pidfd says that it is gone."""
         if lifeline.drain() is Life.ENDED:
             self._unwatch(lifeline.fileno())
-            for link in self._worker_links.values():
+            for worker, link in list(self._worker_links.items()):
                 if link.channel.lifeline is lifeline:
+                    self._hear_out(worker, link)
                     link.greeted = False  # whoever speaks in its name from now on is somebody else
+                    self._event(functools.partial(self._core.worker_hung_up, worker, link.generation))
 
     def _add_client(self, lifeline: Lifeline) -> None:
         link = self._links.add(lifeline)
         self._watch(lifeline.fileno(), lambda: self._on_client_lifeline(link))
         peer = lifeline.peer
+        # The end of its lifeline tells of its end, unless a process that it forked keeps a copy.
+        with contextlib.suppress(OSError):  # another pid namespace, no descriptor: then the lifeline alone tells
+            link.pidfd = open_pidfd(peer.pid, peer.start_ticks)
+            self._watch(link.pidfd, lambda: self._on_client_process(link))
         self._event(lambda at: self._core.client_connected(link.client, peer.pid, peer.uid, peer.start_ticks, at))
 
     def _on_client_lifeline(self, link: ClientLink) -> None:
@@ -360,13 +429,25 @@ class Supervisor:
             link.paused = True
             self._epoll.modify(link.lifeline.fileno(), 0)
 
+    def _on_client_process(self, link: ClientLink) -> None:
+        """It was asked for by the number of a descriptor, which may be another's by now."""
+        if link.pidfd >= 0 and pidfd_ended(link.pidfd):
+            self._drop_client(link)
+
     def _drop_client(self, link: ClientLink) -> None:
         if not self._links.remove(link):
             return
         self._clients.forget(link.identity)
         self._close_lifeline(link.lifeline)
+        self._close_pidfd(link)
         self._event(lambda at: self._core.client_gone(link.client, at))
         link.descriptors.close_all()
+
+    def _close_pidfd(self, link: ClientLink) -> None:
+        if link.pidfd >= 0:
+            self._unwatch(link.pidfd)
+            os.close(link.pidfd)
+            link.pidfd = -1
 
     def _close_lifeline(self, lifeline: Lifeline) -> None:
         self._unwatch(lifeline.fileno())
@@ -433,23 +514,30 @@ class Supervisor:
             link = self._worker_links.get(worker) if worker is not None else None
             if worker is None or link is None:
                 continue  # nobody we started: not even read
-            try:
-                report = decode(_one_frame(incoming), Report)
-            except BadFrame as bad:
-                log.error("bad frame of a worker", extra=fields(worker=worker, why=bad.message))
-                continue
-            if isinstance(report, WorkerHello):
+            if link.channel.lifeline is None:
                 self._on_template()  # the core must know the process before the process says anything
-                link.greeted = report.token == link.token and report.worker == worker
-                if not link.greeted:
-                    log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
-            elif link.greeted:
-                try:
-                    effects = self._core.report(worker, link.generation, report, self._now)
-                except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good
-                    self._bug("report", type(report).__name__)
-                    effects = [KillWorker(worker, link.generation, "a report could not be handled")]
-                self._perform(effects)
+            if link.channel.lifeline is not None:
+                self._on_report(worker, link, incoming)
+            elif len(link.early) < EARLY_LIMIT:
+                link.early.append(incoming)
+
+    def _on_report(self, worker: str, link: WorkerLink, incoming: Incoming) -> None:
+        try:
+            report = decode(_one_frame(incoming), Report)
+        except BadFrame as bad:
+            log.error("bad frame of a worker", extra=fields(worker=worker, why=bad.message))
+            return
+        if isinstance(report, WorkerHello):
+            link.greeted = report.token == link.token and report.worker == worker
+            if not link.greeted:
+                log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
+        elif link.greeted:
+            try:
+                effects = self._core.report(worker, link.generation, report, self._now)
+            except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good
+                self._bug("report", type(report).__name__)
+                effects = self._core.worker_unfit(worker, link.generation, "a report is not understood", self._now)
+            self._perform(effects)
 
     def _bug(self, what: str, name: str) -> None:
         self._core.state.count("internal_errors")
@@ -503,11 +591,15 @@ class Supervisor:
             case KillFormer():
                 self._kill_former(effect.worker)
             case UnlinkSegment():
-                unlink(effect.segment)
+                remove_segment(effect.segment)
             case SampleMemory():
                 self._sample_memory(effect)
             case DropClient():
                 self._dropped.append(effect.client)
+            case AwaitEnd():
+                self._await_end(effect)
+            case StopAwaiting():
+                self._stop_awaiting(effect.client)
             case _:
                 assert_never(effect)
 
@@ -548,10 +640,38 @@ class Supervisor:
         if not self._processes.kill(effect.worker, effect.generation, self._now.now_s):
             self._worker_ended(effect.worker, effect.generation, "it was never started")
 
+    def _await_end(self, effect: AwaitEnd) -> None:
+        """Watch for the end of a client's process."""
+        ended = functools.partial(self._core.process_ended, effect.client)
+        try:
+            pidfd = open_pidfd(effect.pid, effect.start_ticks)
+        except ProcessLookupError:
+            self._event(ended)
+            return
+        except OSError as exc:
+            log.warning("process cannot be watched", extra=fields(pid=effect.pid, why=str(exc)))
+            self._event(functools.partial(ended, proven=False))
+            return
+        self._ending[effect.client] = pidfd
+        self._watch(pidfd, lambda: self._on_process_ended(effect.client))
+
+    def _on_process_ended(self, client: int) -> None:
+        self._stop_awaiting(client)
+        self._event(functools.partial(self._core.process_ended, client))
+
+    def _stop_awaiting(self, client: int) -> None:
+        pidfd = self._ending.pop(client, None)
+        if pidfd is not None:
+            self._unwatch(pidfd)
+            os.close(pidfd)
+
+    def _unfit(self, worker: str, generation: int, reason: str) -> None:
+        self._event(functools.partial(self._core.worker_unfit, worker, generation, reason))
+
     def _send_to(self, effect: SendTo) -> None:
         link = self._worker_links.get(effect.worker)
         if link is not None and not link.channel.send(effect.command):
-            self._processes.kill(effect.worker, link.generation, self._now.now_s)  # its end answers for it
+            self._unfit(effect.worker, link.generation, "it does not take its commands")  # its end answers for this one
 
     def _reply_to(self, client: int, message: Reply) -> None:
         link = self._links.get(client)
@@ -574,10 +694,23 @@ class Supervisor:
                 link.identity, encode(Failed(message.seq, "too_large", "the reply passes the size limit"))
             )
         elif sent is Sent.FULL:
-            log.warning("client dropped: it does not read", extra=fields(client=client, pid=link.lifeline.peer.pid))
-            self._drop_client(link)
+            self._drop_deaf(link, "it does not read")
+        elif sent is Sent.UNREACHABLE:  # its half of the lifeline may be open still
+            self._drop_deaf(link, "it cannot be reached")
+
+    def _renew_lock(self) -> None:
+        """From time to time: whoever cleans up /dev/shm may have removed the lock's file."""
+        try:
+            self._lock.renew()
+        except (InstanceLocked, OSError) as exc:
+            if not self._lock_lost:
+                log.error("somebody removed the instance lock, and it cannot be taken anew", extra=fields(why=str(exc)))
+            self._lock_lost = True
+        else:
+            self._lock_lost = False
 
     def _sample_memory(self, effect: SampleMemory) -> None:
+        self._renew_lock()
         start_s = time.monotonic()
         found: list[tuple[Target, Reading | None]] = []
         for target in effect.targets:
@@ -632,15 +765,20 @@ class Supervisor:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> None:
-        """Close sockets and descriptors, end the template."""
+        """Close sockets and descriptors, end the template. The lifelines come first: a client that is told by them
+        takes the last replies in, which its ZeroMQ drops as soon as ours has closed.
+        """
         for link in self._links:
             self._close_lifeline(link.lifeline)
+            self._close_pidfd(link)
             link.descriptors.close_all()
         for worker in self._worker_links.values():
             if worker.channel.lifeline is not None:
                 self._close_lifeline(worker.channel.lifeline)
         for lifeline in self._unclaimed.values():
             lifeline.close()
+        for client in list(self._ending):
+            self._stop_awaiting(client)
         self._processes.close(timeout_s)
         self._listener.close()
         self._clients.close()

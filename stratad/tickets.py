@@ -6,6 +6,7 @@
     slot_from, _direct  sent -> accepted ----------------> copied    | failed
     put_part            sent -> accepted -> source_free -> stored    | failed
     get_part            sent -> accepted ----------------> loaded    | failed
+    mark                sent -> accepted ----------------> declared  | failed
 
 A deadline or a lost connection ends the caller's waiting, never the operation. `rows_busy` stays true until a final
 reply came, or every worker process that served the operation is proven gone, or the daemon, asked again, no longer
@@ -21,17 +22,20 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
 
-from ipc.messages import Captured, Copied, PartLoaded, PartStored, Restored
+from ipc.messages import Captured, Copied, Marked, PartLoaded, PartStored, Restored
 from stratad._calls import ACCEPTED, FINAL, QUEUED, SENT, SOURCE_FREE, Call
 from stratad._proofs import WorkerProof, wait_for_end
 from stratad._pump import Pump
+from stratad._registration import Session
 from stratad._rows import RowUse
 from stratad.errors import Cancelled, DeadlineExceeded, StratadError
 
 if TYPE_CHECKING:
     from stratad._connection import Connection
 
-ResultT_co = TypeVar("ResultT_co", bound=Captured | Restored | Copied | PartStored | PartLoaded, covariant=True)
+ResultT_co = TypeVar(
+    "ResultT_co", bound=Captured | Restored | Copied | Marked | PartStored | PartLoaded, covariant=True
+)
 
 _ENDS: Final = {
     "capture": "published",
@@ -39,6 +43,7 @@ _ENDS: Final = {
     "take": "restored",
     "put_part": "stored",
     "get_part": "loaded",
+    "mark": "declared",
 }
 # Captures, of which the rows are free before the end.
 _FREED_EARLY: Final = ("capture", "slot_to", "put_part")
@@ -50,7 +55,8 @@ _LOOK_S: Final = 0.05
 
 
 class Ticket(Generic[ResultT_co]):
-    """A capture (result `Captured`), a restore (`Restored`), a slot copy or a piece of a part in flight.
+    """A capture (result `Captured`), a restore (`Restored`), a slot copy, a mark with contents (`Marked`) or a piece of
+    a part in flight.
 
     Made by `Engine.capture`, `restore`, `take` and the slot copies, and by puts and gets. Nothing moves it on but its
     own methods and other calls of the client: there is no thread behind it. Any thread may use it, and ``await ticket``
@@ -66,10 +72,13 @@ class Ticket(Generic[ResultT_co]):
         uses: tuple[RowUse, ...],
         slot: int,
         cancel: Callable[[int], None],
-        acknowledge: Callable[[int, float], Call] | None = None,
+        acknowledge: Callable[[Session, int, float], Call] | None = None,
         release: Callable[[bytes, int, int], None] | None = None,
+        on_success: Callable[[], None] | None = None,
     ) -> None:
-        """Takes have both `acknowledge(image_id, until_s)` and `release(start_id, engine_id, image_id)`."""
+        """Takes have both `acknowledge(session, image_id, until_s)` and `release(start_id, engine_id, image_id)`.
+        `on_success` is called under the lock.
+        """
         self.kind: Final = kind
         self.slot: Final = slot
         self.uses: Final = uses
@@ -79,6 +88,7 @@ class Ticket(Generic[ResultT_co]):
         self._make_acknowledgement = acknowledge
         self._acknowledgement: Call | None = None
         self._send_release = release
+        self._on_success = on_success
         self._cancelled = False
         # Of takes: nobody wants the image any more, callers that wait in `result`, the image was released.
         self._given_up = False
@@ -125,6 +135,7 @@ class Ticket(Generic[ResultT_co]):
         """
         with self._pump.lock:
             self._given_up = True
+            self._call.unwanted = True
             self._release_if_given_up()
             if not self._cancelled and self._call.level != FINAL:
                 self._cancelled = True
@@ -257,6 +268,8 @@ class Ticket(Generic[ResultT_co]):
             # That unknown one ends as well, if only a little later.
             self._not_before_s = time.monotonic() + OUTLIVES_S
         self._release_if_given_up()
+        if self._on_success is not None and call.error is None:
+            self._on_success()
 
     def _want(self, change: int) -> None:
         """A caller begins (1) or ends (-1) to wait for the result of a take."""
@@ -320,7 +333,8 @@ class Ticket(Generic[ResultT_co]):
             if self._acknowledgement is None and not self._released:
                 image_id = cast("Restored", self._call.reply).image_id
                 # The rows are there; the acknowledgement may still be sent when the time of the restore is up.
-                self._acknowledgement = self._make_acknowledgement(image_id, until_s)
+                session = Session(self._start_id, self._engine_id)
+                self._acknowledgement = self._make_acknowledgement(session, image_id, until_s)
             return self._acknowledgement
 
     def _outcome(self) -> ResultT_co:

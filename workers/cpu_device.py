@@ -202,6 +202,24 @@ class CpuCopier:
             raise SourceDiffers(chunk.number)
         return digest
 
+    def begin_digest(self, slot: int, work: SliceWork) -> None:
+        """See `Copier`."""
+        self._slots[slot].work = work
+
+    def complete_digest(self, slot: int) -> list[bytes]:
+        """See `Copier`."""
+        work = self._take(slot)
+        start_s = time.perf_counter()
+        digests = [self._digest_chunk(work, chunk) for chunk in work.chunks]
+        self._digest_s += time.perf_counter() - start_s
+        return digests
+
+    def _digest_chunk(self, work: SliceWork, chunk: ChunkWork) -> bytes:
+        hasher = self._digester.hasher(XXH3)
+        for group in grouped(_pool(work).view.pieces(chunk, work.rows)):
+            self._digest_source(group, sum(piece.size_bytes for piece in group), hasher)
+        return hasher.digest()
+
     def complete_copy(self, slot: int, target: SliceWork) -> None:
         """See `Copier`."""
         work = self._take(slot)

@@ -2,6 +2,7 @@
 
 Two slots of staging, and streams so that the link never waits for a kernel::
 
+    digest    work stream:  | digest rows (k+1) |
     capture   work stream:  | digest rows, gather, digest staging (k+1) |
               copy stream:  |        staging -> shuttle (k)             |
     restore   copy stream:  |        shuttle -> staging (k+1)           |
@@ -98,20 +99,42 @@ class CudaCopier:
         """See `Copier`."""
         with translated():
             entry, runtime = self._slots[slot], self._runtime
-            if entry.reads_table:
-                # The table of the slot's last copy may not have left the host yet.
-                runtime.event_synchronize(entry.copied)
-                entry.reads_table = False
-            table = self._table(entry, work)
-            # The slot's last slice may still be on its way out of staging.
-            runtime.stream_wait_event(self._work, entry.copied)
-            loaded = entry.loaded = self._load(entry, work, table, self._work)
-            self._kernels.digest_rows(loaded, entry.memory.source_sums, self._work)
+            loaded = self._begin_source(entry, work)
             if self.before_copy is not None:
                 runtime.stream_synchronize(self._work)
                 self.before_copy(work)
             self._kernels.gather(loaded, self._work)
             self._sum_staging(entry, loaded, self._work)
+
+    def _begin_source(self, entry: _Slot, work: SliceWork) -> LoadedSlice:
+        """Start to digest the rows of a slice."""
+        runtime = self._runtime
+        if entry.reads_table:
+            # The table of the slot's last copy may not have left the host yet.
+            runtime.event_synchronize(entry.copied)
+            entry.reads_table = False
+        table = self._table(entry, work)
+        # The slot's last slice may still be on its way out of staging.
+        runtime.stream_wait_event(self._work, entry.copied)
+        loaded = entry.loaded = self._load(entry, work, table, self._work)
+        self._kernels.digest_rows(loaded, entry.memory.source_sums, self._work)
+        return loaded
+
+    def begin_digest(self, slot: int, work: SliceWork) -> None:
+        """See `Copier`."""
+        with translated():
+            entry = self._slots[slot]
+            self._begin_source(entry, work)
+            entry.memory.fetch_sums(self._work)
+            self._runtime.event_record(entry.summed, self._work)
+
+    def complete_digest(self, slot: int) -> list[bytes]:
+        """See `Copier`."""
+        with translated():
+            entry = self._slots[slot]
+            loaded = self._await_sums(entry)
+            entry.loaded = None
+            return _digests(self._digester, loaded.table, entry.memory.sums[0])
 
     def complete_capture(self, slot: int) -> list[bytes]:
         """See `Copier`."""

@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
@@ -14,7 +15,7 @@ from shm.layout import LayoutError, check_layout
 from workers.compiler import CompilerUnavailable
 from workers.cpu_device import CpuCopier, CpuPool, open_host_pool
 from workers.cuda_copier import LOCK_STEP_BYTES, CudaCopier
-from workers.cuda_memory import Counts, DeviceMemory, translated
+from workers.cuda_memory import Counts, DeviceMemory, SlotMemory, translated
 from workers.cuda_pool import AllocationBook, CudaPool, PoolMemory
 from workers.cuda_self_test import run_self_test
 from workers.device import HOST_SLICE_BYTES, DeviceFailure, LaneKind, PoolRefused, check_probe
@@ -26,6 +27,14 @@ from workers.shuttle_map import ShuttleMap
 
 _log: Final = logging.getLogger(__name__)
 _SLICE_ROWS: Final = 65536
+# Of one process on a GPU, measured: 480 to 560 MiB on an H200, whatever it does.
+CONTEXT_BYTES: Final = 512 * 1024 * 1024
+
+
+def _lock_limit() -> str:
+    """What the kernel lets this process lock, for the text of a failure; drivers go by it or by their own rules."""
+    limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "" if limit_bytes == resource.RLIM_INFINITY else f" (the limit of locked memory is {limit_bytes} bytes)"
 
 
 class CudaDevice:
@@ -67,11 +76,31 @@ class CudaDevice:
             raise DeviceFailure("device_error", str(exc)) from exc
         with translated():
             index = runtime.find_device(uuid)
-            if index is None:
-                raise DeviceFailure("device_error", f"no GPU {uuid} is visible to this process")
-            device = cls(runtime, index, digester, slice_bytes=slice_bytes, staging_bytes=staging_bytes)
+        if index is None:
+            raise DeviceFailure("device_error", f"no GPU {uuid} is visible to this process")
+        device = cls(runtime, index, digester, slice_bytes=slice_bytes, staging_bytes=staging_bytes)
+        with device._starting():
             device.prepare(kernels)
         return device
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        """`translated`; where device memory was missing, with what the rest of the start needs and what there is."""
+        try:
+            with translated():
+                yield
+        except DeviceFailure as exc:
+            if exc.code == "out_of_memory":
+                exc.wanted_bytes = self._start_bytes() - self._counts.device_bytes
+                with contextlib.suppress(GpuError):  # without a context nobody can tell
+                    exc.free_bytes = self._runtime.memory_info()[0]
+            raise
+
+    def _start_bytes(self) -> int:
+        """Device memory that a start takes in all: two slots a lane, and before there is anything the context."""
+        return 2 * len(LaneKind) * SlotMemory.needed_bytes(self._staging_bytes) + (
+            0 if self._counts.device_bytes else CONTEXT_BYTES
+        )
 
     def prepare(self, kernels: str) -> None:
         """Create context, keys and kernels.
@@ -146,7 +175,7 @@ class CudaDevice:
 
     def self_test(self) -> None:
         """See `Device`."""
-        with translated():
+        with self._starting():
             run_self_test(self._runtime, self._counts, self.kernels, self._digester, self._setup_stream)
 
     def open_pool(self, stage: Stage, descriptor: int) -> CudaPool | CpuPool:
@@ -235,9 +264,8 @@ class CudaDevice:
                 with contextlib.suppress(GpuError):
                     self._runtime.host_unregister(step)
             done = len(steps) * LOCK_STEP_BYTES
-            raise DeviceFailure(
-                exc.code, f"page-locking stopped after {done} of {len(memory)} bytes: {exc.message}", sticky=exc.sticky
-            ) from exc
+            text = f"page-locking stopped after {done} of {len(memory)} bytes: {exc.message}{_lock_limit()}"
+            raise DeviceFailure(exc.code, text, sticky=exc.sticky) from exc
         self._locked[index] = steps
         self._counts.registrations += len(steps)
         self._shuttles.add(index, memory)
@@ -245,7 +273,7 @@ class CudaDevice:
 
     def copier(self, lane: LaneKind) -> MixedCopier:
         """See `Device`."""
-        with translated():
+        with self._starting():
             on_device = CudaCopier(
                 self._runtime,
                 self._counts,

@@ -107,6 +107,11 @@ class SlotMemory:
         self._sums_host = PinnedMemory(runtime, counts, _SUM_BLOCKS * SUMS * 8)
         self._blocks = 0
 
+    @staticmethod
+    def needed_bytes(staging_bytes: int) -> int:
+        """Device memory that one takes."""
+        return staging_bytes + _SLACK_BYTES + _TABLE_BYTES + _SUM_BLOCKS * SUMS * 8
+
     def fits(self, table: SliceTable) -> bool:
         """Whether `grow` has nothing to do."""
         return (

@@ -22,13 +22,19 @@ HOST_SLICE_BYTES: Final = 1024 * 1024
 
 
 class DeviceFailure(Exception):
-    """The device refused or failed. `code` is a wire code; a `sticky` device is of no more use to this process."""
+    """The device refused or failed. `code` is a wire code; a `sticky` device is of no more use to this process. With
+    ``out_of_memory`` it was asked for `wanted_bytes` and had `free_bytes` (0: unknown).
+    """
 
-    def __init__(self, code: str, message: str, *, sticky: bool = False) -> None:
+    def __init__(
+        self, code: str, message: str, *, sticky: bool = False, wanted_bytes: int = 0, free_bytes: int = 0
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.sticky = sticky
+        self.wanted_bytes = wanted_bytes
+        self.free_bytes = free_bytes
 
 
 class PoolRefused(Exception):
@@ -149,6 +155,22 @@ class Copier(Protocol):
 
         Raises:
             SourceDiffers: the source changed.
+            DeviceFailure: the device failed.
+        """
+        ...
+
+    def begin_digest(self, slot: int, work: SliceWork) -> None:
+        """Start to digest a slice where it lies.
+
+        Raises:
+            DeviceFailure: the device failed.
+        """
+        ...
+
+    def complete_digest(self, slot: int) -> list[bytes]:
+        """The digests of what was begun, in chunk order: of some moment since then, if the engine writes meanwhile.
+
+        Raises:
             DeviceFailure: the device failed.
         """
         ...

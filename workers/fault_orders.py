@@ -2,7 +2,7 @@
 
 Both are the same thing, an `Order` that counts the copies it concerns. One given at birth (`WorkerSpec.faults`)
 concerns a lane, ``capture.copy_error=3``, or each lane by itself; an armed one concerns an operation and a stage, and
-strikes once. ``3`` is the third copy, ``3+`` the third and all later ones. A copy is one slice.
+strikes once. ``3`` is the third copy, ``3+`` the third and all later ones, ``3%`` every third. A copy is one slice.
 """
 
 import threading
@@ -20,6 +20,7 @@ COPY_FAULTS: Final = (
     "copy_sticky",
     "copy_stall",
     "copy_kill",
+    "copy_exit",
     "flip_source",
     "flip_shuttle",
     "drain_error",
@@ -28,8 +29,12 @@ OTHER_FAULTS: Final = (
     "event_stuck",
     "shuttle_error",
     "shuttle_kill",
+    "shuttle_stall",
+    "pool_close_stall",
     "pool_error",
     "boot_error",
+    "boot_oom",
+    "boot_stall",
     "leak_bytes",
     "slow_copy_s",
     "slow_pool_s",
@@ -51,7 +56,7 @@ class Order:
     `begun` and `done` count the copies that it concerns; a lane that gives a job up forgets what it had only begun.
     """
 
-    __slots__ = ("at", "begun", "done", "fault", "lane", "number", "op", "repeated", "stage")
+    __slots__ = ("at", "begun", "done", "fault", "form", "lane", "number", "op", "stage")
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class Order:
         at: int,
         *,
         lane: LaneKind,
-        repeated: bool = False,
+        form: str = "",
         number: int = 0,
         op: str = "",
         stage: int = -1,
@@ -67,7 +72,7 @@ class Order:
         self.fault = fault
         self.at = at
         self.lane = lane
-        self.repeated = repeated
+        self.form = form
         self.number = number
         self.op = op
         self.stage = stage
@@ -80,7 +85,9 @@ class Order:
 
     def strikes(self, copy: int) -> bool:
         """Whether it strikes this copy of those that it concerns."""
-        return copy >= self.at if self.repeated else copy == self.at
+        if self.form == "%":
+            return copy % self.at == 0
+        return copy >= self.at if self.form == "+" else copy == self.at
 
 
 class Hit(NamedTuple):
@@ -109,9 +116,10 @@ class FaultBook:
         for name, when in given.items():
             prefix, _, fault = name.rpartition(".")
             if fault in COPY_FAULTS:
-                at = int(when.removesuffix("+"))
+                form = when[-1:] if when.endswith(("+", "%")) else ""
+                at = int(when.removesuffix(form))
                 lanes = [lane for lane in LaneKind if prefix in ("", lane.value)]
-                self._orders += [Order(fault, at, lane=lane, repeated=when.endswith("+")) for lane in lanes]
+                self._orders += [Order(fault, at, lane=lane, form=form) for lane in lanes]
 
     def setting(self, fault: str, lane: LaneKind | None = None) -> str | None:
         """What was ordered of a fault that strikes no single copy."""

@@ -14,11 +14,16 @@ fault                 what happens
 ``flip_shuttle``      a byte of the slice's first chunk changes in its shuttle before it is verified
 ``drain_error``       what the copy left running cannot be waited for
 ``event_stuck``       the engine's event is never reached (any value)
+``copy_exit``         the process exits by itself in the middle of the copy, with status 1
 ``shuttle_error``     the shuttle with this index cannot be page-locked
 ``shuttle_kill``      the process kills itself while it page-locks the shuttle with this index
+``shuttle_stall``     the page-lock of the shuttle with this index never ends
+``pool_close_stall``  no pool's unmapping ever ends (any value)
 ``pool_error``        no pool can be opened (the value is the code)
 ``slow_pool_s``       every pool takes that many seconds more to open
 ``boot_error``        the self test fails (any value)
+``boot_oom``          the self test finds too little device memory; it wanted that many bytes, of which 1 MiB are free
+``boot_stall``        the self test never ends (any value)
 ``slow_copy_s``       every slice takes that many seconds more
 ``leak_bytes``        the first copy leaves that many touched bytes that nobody accounts for
 ===================== ====================================================================================
@@ -56,9 +61,10 @@ class _Slice:
 class FaultyPool:
     """A pool whose event may be stuck."""
 
-    def __init__(self, inner: DevicePool, *, stuck: bool) -> None:
+    def __init__(self, inner: DevicePool, *, stuck: bool, stays: bool) -> None:
         self.inner = inner
         self._stuck = stuck
+        self._stays = stays
 
     @property
     def layout(self) -> StageLayout:
@@ -84,6 +90,8 @@ class FaultyPool:
 
     def close(self) -> None:
         """See `DevicePool`."""
+        if self._stays:
+            _stall()
         self.inner.close()
 
 
@@ -119,6 +127,18 @@ class FaultyCopier:
         """See `Copier`."""
         self._strike(self._slices[slot])
         return self._inner.complete_capture(slot)
+
+    def begin_digest(self, slot: int, work: SliceWork) -> None:
+        """See `Copier`. Counts as a copy, and can be killed like one."""
+        self._inner.begin_digest(slot, self._begin(slot, work).work)
+
+    def complete_digest(self, slot: int) -> list[bytes]:
+        """See `Copier`."""
+        begun = self._slices[slot]
+        self._strike(begun)
+        if self._takes(begun, "copy_kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._inner.complete_digest(slot)
 
     def complete_copy(self, slot: int, target: SliceWork) -> None:
         """See `Copier`."""
@@ -182,6 +202,8 @@ class FaultyCopier:
             raise DeviceFailure("device_error", "ordered loss of the device", sticky=True)
         if self._takes(begun, "copy_stall"):
             _stall()
+        if self._takes(begun, "copy_exit"):
+            os._exit(1)
 
     def _between(self, work: SliceWork) -> None:
         begun = next(one for one in self._slices.values() if one.work is work)
@@ -253,6 +275,12 @@ class FaultyDevice:
 
     def self_test(self) -> None:
         """See `Device`."""
+        if self._faults.setting("boot_stall") is not None:
+            _stall()
+        wanted = self._faults.setting("boot_oom")
+        if wanted is not None:
+            text = "ordered lack of device memory"
+            raise DeviceFailure("out_of_memory", text, wanted_bytes=int(wanted), free_bytes=1 << 20)
         if self._faults.setting("boot_error") is not None:
             raise DeviceFailure("device_error", "ordered failure of the self test")
         self._inner.self_test()
@@ -263,8 +291,11 @@ class FaultyDevice:
         code = self._faults.setting("pool_error")
         if code is not None:
             raise PoolRefused(code, "ordered failure of a pool")
-        stuck = self._faults.setting("event_stuck") is not None
-        return FaultyPool(self._inner.open_pool(stage, descriptor), stuck=stuck)
+        return FaultyPool(
+            self._inner.open_pool(stage, descriptor),
+            stuck=self._faults.setting("event_stuck") is not None,
+            stays=self._faults.setting("pool_close_stall") is not None,
+        )
 
     def add_shuttle(self, index: int, memory: memoryview) -> bool:
         """See `Device`."""
@@ -272,6 +303,8 @@ class FaultyDevice:
             raise DeviceFailure("device_error", f"ordered failure of shuttle {index}")
         if self._faults.setting("shuttle_kill") == str(index):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._faults.setting("shuttle_stall") == str(index):
+            _stall()
         locked = self._inner.add_shuttle(index, memory)
         self._shuttles.add(index, memory)
         return locked

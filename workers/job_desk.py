@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from ipc.messages import CaptureJob, CopyJob, JobDone, JobFailed, RestoreJob, SourceFree
+from ipc.messages import CopyCommand, JobDone, JobFailed, SourceFree
 from workers.device import Device, DeviceFailure, LaneKind
 from workers.jobs import JobEvent, JobRecord, JobRefused, JobState
 from workers.lanes import JobHooks, Lane, PlannedJob, plan_job
@@ -133,7 +133,7 @@ class JobDesk:
         for state in self._lanes.values():
             state.queue.clear()
 
-    def start(self, message: CaptureJob | RestoreJob | CopyJob) -> None:
+    def start(self, message: CopyCommand) -> None:
         """Take in a job; whatever is wrong with it becomes its report."""
         now_s = time.monotonic()
         entry = self._pools.find(message.pool)

@@ -172,6 +172,22 @@ def copy_chunks(layout: StageLayout, tokens: int, positions: Sequence[int]) -> l
     ]
 
 
+def digest_chunks(layout: StageLayout, tokens: int, positions: Sequence[int], wanted: Sequence[int]) -> list[ChunkWork]:
+    """Those chunks that `wanted` numbers, in that order; they have no place.
+
+    Raises:
+        JobRefused: there is no such chunk, or the last block's tokens cannot be located.
+    """
+    spans = _spans(layout, tokens, positions)
+    for number in wanted:
+        if number >= len(spans):
+            raise JobRefused("bad_request", f"chunk {number} of {len(spans)}")
+    return [
+        ChunkWork(number, spans[number], _NO_PLACE, *_live(layout, spans[number], spans[number].token_count))
+        for number in wanted
+    ]
+
+
 def _spans(layout: StageLayout, tokens: int, positions: Sequence[int]) -> list[ChunkSpan]:
     if tokens < 0 or layout.capturable_tokens(tokens) != tokens:
         raise JobRefused("bad_tokens", f"{tokens} tokens end inside a block whose tokens cannot be located")

@@ -1,5 +1,7 @@
 """Lanes: one direction of a device each, running one copy job at a time, slice by slice.
 
+A slice that is only to be digested is read where it lies.
+
 A capture slice is digested at its source, copied, and digested again before it counts. A restore slice is copied to
 private staging and verified whole before any byte of it reaches a row. A copy from rows to rows is both: digested at
 its source and in staging, then written. While one slice is copied the next one has begun (see `workers.device`), so a
@@ -13,7 +15,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ipc.messages import CaptureJob, CopyJob, JobDone, JobFailed, RestoreJob
+from ipc.messages import CaptureJob, CopyCommand, CopyJob, DigestJob, JobDone, JobFailed, RestoreJob
 from shm.extent import unpack_places
 from shm.layout import StageLayout
 from shm.rows import unpack_numbers
@@ -35,6 +37,7 @@ from workers.jobs import (
     SliceRange,
     capture_chunks,
     copy_chunks,
+    digest_chunks,
     plan_slices,
     restore_chunks,
     rows_needed,
@@ -45,9 +48,9 @@ _log: Final = logging.getLogger(__name__)
 
 
 class PlannedJob(NamedTuple):
-    """A checked job, ready to run. `moved_bytes` is what it will move. `written` are the rows of each group that it
-    writes, if any; of a copy they are others than `rows`, which it reads. `algorithm` makes its digests, where that is
-    not the device's own.
+    """A checked job, ready to run. `moved_bytes` is what it will move, or with `digests_only` read. `written` are the
+    rows of each group that it writes, if any; of a copy they are others than `rows`, which it reads. `algorithm` makes
+    its digests, where that is not the device's own.
     """
 
     job: int
@@ -61,6 +64,7 @@ class PlannedJob(NamedTuple):
     algorithm: str = ""
     op: str = ""
     stage: int = -1
+    digests_only: bool = False
 
     def slice_work(self, number: int, *, written: bool = False) -> SliceWork:
         """What the device is told about one slice; with `written` about where it goes."""
@@ -82,7 +86,7 @@ class _Stopped(Exception):
     """The job was cancelled between two slices."""
 
 
-def plan_job(device: Device, pool: DevicePool, message: CaptureJob | RestoreJob | CopyJob) -> PlannedJob:
+def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJob:
     """Check a job against the pool's layout and cut it into slices.
 
     Raises:
@@ -91,13 +95,16 @@ def plan_job(device: Device, pool: DevicePool, message: CaptureJob | RestoreJob 
     layout = pool.layout
     try:
         positions = unpack_numbers(message.positions)
-        places = () if isinstance(message, CopyJob) else unpack_places(message.places)
+        places = () if isinstance(message, CopyJob | DigestJob) else unpack_places(message.places)
+        wanted = unpack_numbers(message.chunks) if isinstance(message, DigestJob) else ()
     except ValueError as exc:
         raise JobRefused("bad_request", str(exc)) from exc
     if isinstance(message, CaptureJob):
         chunks = capture_chunks(layout, message.tokens, positions, places)
     elif isinstance(message, CopyJob):
         chunks = copy_chunks(layout, message.tokens, positions)
+    elif isinstance(message, DigestJob):
+        chunks = digest_chunks(layout, message.tokens, positions, wanted)
     else:
         chunks = restore_chunks(
             layout,
@@ -120,6 +127,8 @@ def plan_job(device: Device, pool: DevicePool, message: CaptureJob | RestoreJob 
         slice_bytes, algorithm = min(slice_bytes, HOST_SLICE_BYTES), XXH3
     slices = plan_slices(chunks, slice_bytes, device.slice_rows)
     moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
+    only = isinstance(message, DigestJob)
+    op, stage = ("", -1) if isinstance(message, DigestJob) else (message.op, message.stage)
     return PlannedJob(
         message.job,
         lane,
@@ -130,8 +139,9 @@ def plan_job(device: Device, pool: DevicePool, message: CaptureJob | RestoreJob 
         tuple(slices),
         moved_bytes,
         algorithm,
-        message.op,
-        message.stage,
+        op,
+        stage,
+        digests_only=only,
     )
 
 
@@ -187,7 +197,7 @@ class Lane:
             after.digest_s - before.digest_s,
             after.copy_s - before.copy_s,
             b"".join(digests),
-            algorithm=plan.algorithm if digests else "",
+            algorithm=plan.algorithm if digests or plan.digests_only else "",
         )
 
 
@@ -205,6 +215,8 @@ class _Run:
         """Do the job; the digests of all chunks where it makes any."""
         if self._plan.lane is LaneKind.RESTORE:
             return self.restore()
+        if self._plan.digests_only:
+            return self.digest()
         return self.copy() if self._plan.written else self.capture()
 
     def capture(self) -> list[bytes]:
@@ -218,6 +230,18 @@ class _Run:
         self._slices(copier.begin_capture, complete)
         if copier.copies_behind:
             self._hooks.source_free()
+        copier.drain()
+        return digests
+
+    def digest(self) -> list[bytes]:
+        """Digest every slice where it lies; the digests of all chunks."""
+        copier = self._copier
+        digests: list[bytes] = []
+
+        def complete(number: int) -> None:
+            digests.extend(copier.complete_digest(number % 2))
+
+        self._slices(copier.begin_digest, complete)
         copier.drain()
         return digests
 

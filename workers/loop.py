@@ -16,12 +16,14 @@ from ipc.link import Link, LinkError
 from ipc.messages import (
     PROTOCOL_VERSION,
     ArmFault,
+    BootFailed,
     CancelJob,
     CaptureJob,
     Census,
     ClosePool,
     Command,
     CopyJob,
+    DigestJob,
     DisarmFault,
     FaultStruck,
     MakeShuttle,
@@ -55,6 +57,8 @@ _FRAMES_A_TURN: Final = 64
 # After a restart the descriptors of every engine's pool come at once, and who sends them is our own supervisor.
 _STASH_LIMIT: Final = 4096
 _STOP_S: Final = 5.0
+# How long a worker that cannot start waits for the supervisor to have read why.
+_HEARD_MS: Final = 2000
 
 _Letter: TypeAlias = JobLetter | PoolLetter | ShuttleReady | ShuttleFailed | FaultStruck
 
@@ -160,7 +164,7 @@ class Worker:
 
     def _handle(self, command: Command) -> None:
         match command:
-            case CaptureJob() | RestoreJob() | CopyJob():
+            case CaptureJob() | RestoreJob() | CopyJob() | DigestJob():
                 self._desk.start(command)
             case CancelJob():
                 self._desk.cancel(command.job)
@@ -211,6 +215,24 @@ class Worker:
 
     def _send(self, report: Report) -> None:
         self._link.send(encode(report), _SEND_S)
+
+
+def boot_failed(report: BootFailed, lifeline: Lifeline, link: Link) -> int:
+    """Say why this worker cannot start, and wait until that was read: an answer of the supervisor, whatever it is, says
+    so. Without it the exit status must do. Returns that; closes both.
+    """
+    try:
+        link.send(encode(report), _SEND_S)
+        poller = zmq.Poller()
+        for source in (link.socket, lifeline.fileno()):
+            poller.register(source, zmq.POLLIN)
+        poller.poll(_HEARD_MS)
+    except LinkError as exc:
+        _log.error("the supervisor takes no reports error=%s", exc)
+    finally:
+        link.close()
+        lifeline.close()
+    return exit_codes.BOOT_FAILED
 
 
 def connect(spec: WorkerSpec) -> tuple[Lifeline, Link]:

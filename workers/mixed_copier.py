@@ -45,6 +45,14 @@ class MixedCopier:
         """See `Copier`."""
         return self._current.complete_capture(slot)
 
+    def begin_digest(self, slot: int, work: SliceWork) -> None:
+        """See `Copier`."""
+        self._choose(work).begin_digest(slot, work)
+
+    def complete_digest(self, slot: int) -> list[bytes]:
+        """See `Copier`."""
+        return self._current.complete_digest(slot)
+
     def complete_copy(self, slot: int, target: SliceWork) -> None:
         """See `Copier`."""
         self._current.complete_copy(slot, target)

@@ -10,12 +10,12 @@ from typing import Final, NoReturn
 from ipc.lifeline import LifelineError
 from ipc.link import LinkError
 from ipc.logs import setup_logs
-from ipc.messages import WorkerSpec
+from ipc.messages import BootFailed, WorkerSpec
 from workers import exit_codes
 from workers.device import DeviceFailure
 from workers.devices import fault_book, make_device
 from workers.digest import Digester
-from workers.loop import Worker, connect
+from workers.loop import Worker, boot_failed, connect
 
 _log: Final = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG: Final = 1
@@ -78,7 +78,7 @@ def run_worker(spec: WorkerSpec, born_s: float) -> int:
         device.self_test()
     except (DeviceFailure, ValueError, OSError) as exc:
         _log.error("the device cannot be used device=%s error=%s", spec.device, exc)
-        return exit_codes.BOOT_FAILED
+        return boot_failed(_reason(exc), lifeline, link)
     worker.start(born_s)
     status = worker.run()
     if status == exit_codes.STOPPED:
@@ -87,6 +87,12 @@ def run_worker(spec: WorkerSpec, born_s: float) -> int:
         # Lanes may hang in the device: nothing is waited for, only the last report leaves.
         link.close()
     return status
+
+
+def _reason(exc: DeviceFailure | ValueError | OSError) -> BootFailed:
+    if isinstance(exc, DeviceFailure):
+        return BootFailed(exc.code, exc.message, exc.wanted_bytes, exc.free_bytes)
+    return BootFailed("device_error", str(exc))
 
 
 def _leave_signals_to_the_supervisor() -> None:

@@ -100,9 +100,7 @@ class CopyBench:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that these benchmarks share."""
-    parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: cuda if there is one"
-    )
+    add_device_argument(parser)
     parser.add_argument("--stages", type=int, default=1, help="stages on the one device (default: 1)")
     parser.add_argument(
         "--image-mib", type=int, help=f"default: {_CUDA_DEFAULT_MIB} on cuda, {_CPU_DEFAULT_MIB} on cpu"
@@ -112,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -> Report:
     """Run all rounds. Raises `CommandError` and what the client raises."""
-    on_cuda = args.device == "cuda" or (args.device == "auto" and Path("/proc/driver/nvidia/gpus").is_dir())
+    on_cuda = wants_cuda(args)
     if args.image_mib is None:
         args.image_mib = _CUDA_DEFAULT_MIB if on_cuda else _CPU_DEFAULT_MIB
     for option, value in (("--stages", args.stages), ("--image-mib", args.image_mib)):
@@ -120,7 +118,7 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
             raise CommandError(ExitCode.USAGE, "bad_value", f"{option} must be at least 1, got {value}")
     image_bytes = args.image_mib * _MIB
     settings = {
-        "daemon.devices": _first_gpu() if on_cuda else "cpu:1",
+        "daemon.devices": first_gpu() if on_cuda else "cpu:1",
         "ram.budget_bytes": str(int(_BUDGET_IMAGES * image_bytes) + 64 * _MIB),
     }
     rows: list[Row] = []
@@ -135,7 +133,7 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
                     when = f"round {number} of {args.rounds}" if number else "warm-up"
                     progress(f"{bench.name}: {layout}, {when}")
                     slot_bytes = image_bytes // args.stages
-                    with _source(client, layout, args.stages, slot_bytes, bench.slots, on_cuda=on_cuda) as source:
+                    with open_source(client, layout, args.stages, slot_bytes, bench.slots, on_cuda=on_cuda) as source:
                         found = bench.measure(client, source, number)
                         device_name = source.device_name
                     if number:  # the first touches memory that nobody had used before
@@ -151,7 +149,19 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
     return Report(bench.name, rows, ratios, report_settings, welcome)
 
 
-def _first_gpu() -> str:
+def wants_cuda(args: argparse.Namespace) -> bool:
+    """Whether a GPU is to be measured."""
+    return args.device == "cuda" or (args.device == "auto" and Path("/proc/driver/nvidia/gpus").is_dir())
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """``--device``."""
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: cuda if there is one"
+    )
+
+
+def first_gpu() -> str:
     """The daemon serves only the card that is measured: a budget is shared out over all cards it serves."""
     from stratad.bench.copy_cuda import first_gpu_uuid  # noqa: PLC0415 - loads torch
 
@@ -159,7 +169,7 @@ def _first_gpu() -> str:
 
 
 @contextmanager
-def _source(
+def open_source(
     client: Client, layout: str, stages: int, slot_bytes: int, slots: int, *, on_cuda: bool
 ) -> Iterator[CopySource]:
     """An engine of the asked kind; torch is loaded only here, and only for a GPU."""

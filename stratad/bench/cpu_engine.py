@@ -74,6 +74,18 @@ class CpuEngine:
         row_bytes = self.slot_bytes // self.tokens
         return row_bytes * min(self.tokens, 256)
 
+    def fill(self, slot: int, parts: Sequence[bytes]) -> None:
+        """Write a slot: the bytes of every stage."""
+        for pool, part in zip(self._pools, parts, strict=True):
+            pool.buffer[slot * self.slot_bytes : (slot + 1) * self.slot_bytes] = part
+
+    def holds(self, slot: int, parts: Sequence[bytes]) -> bool:
+        """Whether a slot has exactly these bytes on every stage."""
+        return all(
+            pool.buffer[slot * self.slot_bytes : (slot + 1) * self.slot_bytes] == part
+            for pool, part in zip(self._pools, parts, strict=True)
+        )
+
     def zero(self, slot: int) -> None:
         """Wipe every stage's bytes of a slot."""
         zeros = bytes(self.slot_bytes)

@@ -19,8 +19,9 @@ from typing import Final, Self
 
 import psutil
 
+from ipc.listening import listens
 from stratad.client import Client
-from stratad.ctl.connection import Target, check_same_build, listens
+from stratad.ctl.connection import Target, check_same_build
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError
 from stratad.errors import DeadlineExceeded
@@ -55,13 +56,13 @@ class StartTimes:
 class PrivateDaemon:
     """A daemon with its own run and state directory; use as a context manager."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", folder: Path, instance: str, started_s: float) -> None:
+    def __init__(self, folder: Path, instance: str, settings: Mapping[str, str]) -> None:
         self.run_dir: Final = folder / "run"
         self.state_dir: Final = folder / "state"
         self.instance: Final = instance
-        self._process = process
-        self._folder = folder
-        self._started_s = started_s
+        self._settings = settings
+        self._folder: Final = folder
+        self._process, self._started_s = self._launch()
 
     @classmethod
     def start(cls, settings: Mapping[str, str]) -> Self:
@@ -69,23 +70,46 @@ class PrivateDaemon:
         folder = Path(tempfile.mkdtemp(prefix="stratad-bench-"))
         instance = f"bench{os.getpid()}x{next(_numbers)}"
         try:
-            started_s = time.perf_counter()
-            process = _execute(folder, instance, settings)
+            return cls(folder, instance, settings)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return cls(process, folder, instance, started_s)
+
+    def _launch(self) -> "tuple[subprocess.Popen[bytes], float]":
+        """A process of it, and when it was started."""
+        command = [sys.executable, "-P", "-m", "stratad", *_arguments(self._folder, self.instance, self._settings)]
+        with self.log_path.open("ab") as log:
+            started_s = time.perf_counter()
+            # A session of its own: Ctrl-C is for us, who then stop it in order.
+            process = subprocess.Popen(
+                command,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread that forks is waited for by it
+            )
+        return process, started_s
+
+    @property
+    def pid(self) -> int:
+        """Pid of the supervisor."""
+        return self._process.pid
+
+    def kill_and_start(self) -> float:
+        """SIGKILL the supervisor alone, and start the next one once it is gone; the `perf_counter` of the kill."""
+        killed_s = time.perf_counter()
+        self._process.kill()
+        self._process.wait()
+        self._process, self._started_s = self._launch()
+        return killed_s
 
     def start_next(self, settings: Mapping[str, str]) -> None:
         """Execute the next daemon of the instance, on the same directories, after this one has ended."""
         assert self._process.poll() is not None
-        self._started_s = time.perf_counter()
-        self._process = _execute(self._folder, self.instance, settings)
-
-    @property
-    def pid(self) -> int:
-        """Of the process that was started last."""
-        return self._process.pid
+        self._settings = settings
+        self._process, self._started_s = self._launch()
 
     @property
     def ended(self) -> bool:
@@ -130,11 +154,11 @@ class PrivateDaemon:
             raise
         return client, StartTimes(hello_s, workers_s, rss_bytes)
 
-    def first_client(self, call_deadline_s: float = _CALL_DEADLINE_S) -> Client:
-        """Connect as soon as the socket is there; the client's own pauses between attempts would blur the time.
+    def wait_for_socket(self) -> None:
+        """Wait until it listens for clients.
 
         Raises:
-            CommandError: the daemon ended, or did not come up in time.
+            CommandError: it ended, or did not come up in time.
         """
         until_s = self._started_s + _HELLO_TIMEOUT_S
         path = socket_paths(self.run_dir, self.instance).life
@@ -142,6 +166,14 @@ class PrivateDaemon:
             if self._process.poll() is not None or time.perf_counter() > until_s:
                 raise self._failed("did not accept a client")
             time.sleep(_RETRY_S)
+
+    def first_client(self, call_deadline_s: float = _CALL_DEADLINE_S) -> Client:
+        """Connect as soon as the socket is there; the client's own pauses between attempts would blur the time.
+
+        Raises:
+            CommandError: the daemon ended, or did not come up in time.
+        """
+        self.wait_for_socket()
         try:
             return Client.connect(self.run_dir, self.instance, deadline_s=call_deadline_s, name="stratactl bench")
         except DeadlineExceeded as exc:
@@ -192,21 +224,6 @@ class PrivateDaemon:
 
 def _log_path(folder: Path) -> Path:
     return folder / "log"
-
-
-def _execute(folder: Path, instance: str, settings: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-P", "-m", "stratad", *_arguments(folder, instance, settings)]
-    with _log_path(folder).open("ab") as log:
-        # A session of its own: Ctrl-C is for us, who then stop it in order.
-        return subprocess.Popen(
-            command,
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, and ZeroMQ's threads hold no lock of ours
-        )
 
 
 def _end_with_parent() -> None:

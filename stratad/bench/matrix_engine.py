@@ -11,11 +11,11 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import IO, Final, assert_never
+from typing import IO, Final, TypeAlias, assert_never
 
 import msgspec
 
-from ipc.messages import StageOutcome
+from ipc.messages import Marked, StageOutcome
 from shm.rows import unpack_rows
 from stratad.bench.cpu_engine import FINGERPRINT, NAMESPACE, token_ids
 from stratad.bench.matrix_memory import Memory, Shape, allocate, read_slot, write_slot
@@ -47,6 +47,7 @@ _PATTERN: Final = b"\xee"
 # A worker that died with its daemon is gone by then, and whoever holds the rows can see it.
 _ROWS_FREE_S: Final = 5.0
 _BEFORE_CANCEL_S: Final = 0.05
+AnyTicket: TypeAlias = Ticket[Captured] | Ticket[Restored] | Ticket[Copied] | Ticket[Marked]
 READING: Final = ("capture", "slot_to", "slot_direct")
 WRITING: Final = ("restore", "take", "slot_from", "slot_direct")
 
@@ -88,7 +89,7 @@ class MatrixEngine:
             self._write(order.target, before)
         started_s = time.monotonic()
         error: StratadError | None = None
-        ticket: Ticket[Captured] | Ticket[Restored] | Ticket[Copied] | None = None
+        ticket: AnyTicket | None = None
         image_id = 0
         try:
             ticket = self._start(order)
@@ -111,7 +112,7 @@ class MatrixEngine:
         states = tuple(outcome.state for outcome in error.stages)
         return Outcome(seconds, error.code, error.message, error.stage, states, undefined, tuple(problems))
 
-    def _start(self, order: Do) -> "Ticket[Captured] | Ticket[Restored] | Ticket[Copied]":
+    def _start(self, order: Do) -> AnyTicket:
         engine, tokens, deadline_s = self._engine, self._shape.tokens, order.deadline_s
         source, target = self._rows(order.slot), self._rows(order.target)
         match order.op:
@@ -122,6 +123,16 @@ class MatrixEngine:
                     time.sleep(_BEFORE_CANCEL_S)  # so that its stages copy by then
                     ticket.cancel()
                 return ticket
+            case "declare":
+                named = token_ids(tokens, order.seed)
+                return engine.mark(
+                    order.slot,
+                    "clean",
+                    conversation=order.conversation,
+                    tokens=named,
+                    rows=source,
+                    deadline_s=deadline_s,
+                )
             case "restore":
                 return engine.restore(order.conversation, rows=target, slot=order.target, deadline_s=deadline_s)
             case "take":
@@ -150,6 +161,8 @@ class MatrixEngine:
                 case "lookup":
                     found = engine.lookup(token_ids(self._shape.tokens, order.seed), deadline_s=deadline_s)
                     return Told(conversation=found.conversation if found is not None else "")
+                case "abandon":
+                    self._client.pump.forget_connection()
                 case "unregister":
                     engine.unregister(deadline_s=deadline_s)
                 case _:

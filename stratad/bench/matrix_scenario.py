@@ -62,6 +62,9 @@ class Scenario:
         yield "cancel", self._cancel
         yield "drop", self._drop
         yield "hang", self._hang
+        yield "restart", self._restart
+        yield "declare", self._declare
+        yield "abandon", self._abandon
         yield "unregister", lambda: self._tell(Tell("unregister"))
         yield "leave", self._leave
 
@@ -122,6 +125,22 @@ class Scenario:
             if self._rig.daemon.ended:
                 self._pending = order
                 raise Stopped(self.step)
+
+    def _restart(self) -> None:
+        self._rig.client.restart_worker(self._rig.workers[-1])
+
+    def _declare(self) -> None:
+        """From here on the daemon may publish what was declared, whenever it believes its engine dead."""
+        seed = self.possible["declared"] = self._rig.seed()
+        self._rig.engine.fill(SUBJECT_SLOT, seed)
+        self._do(Do("declare", "declared", SUBJECT_SLOT, seed=seed))
+
+    def _abandon(self) -> None:
+        """An engine that has closed its lifeline lives on when the next one says hello."""
+        former = self._rig.engine
+        former.tell(Tell("abandon"))
+        self._register()
+        former.kill()
 
     def _leave(self) -> None:
         self._rig.client.close()

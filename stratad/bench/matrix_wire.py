@@ -33,7 +33,8 @@ class Do(Line, frozen=True, tag="do"):
 
     ``capture``, ``slot_to`` and ``slot_direct`` read `slot`; ``restore``, ``take``, ``slot_from`` and ``slot_direct``
     write `target`, which is filled with a pattern first and must then hold the contents of `seed`. ``cancel`` is a
-    capture that is cancelled. In stage `flipped` an ordered fault changed one byte of the source.
+    capture that is cancelled, ``declare`` marks the slot clean with its contents. In stage `flipped` an ordered fault
+    changed one byte of the source.
     """
 
     op: str
@@ -46,7 +47,8 @@ class Do(Line, frozen=True, tag="do"):
 
 
 class Tell(Line, frozen=True, tag="tell"):
-    """``slot_drop``, ``mark`` (clean, then dirty again), ``lookup`` (of the tokens of `seed`) or ``unregister``.
+    """``slot_drop``, ``mark`` (clean, then dirty again), ``lookup`` (of the tokens of `seed`), ``unregister`` or
+    ``abandon`` (the lifeline is closed without a goodbye).
 
     Answer: `Told`.
     """

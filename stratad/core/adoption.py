@@ -17,7 +17,7 @@ from shm.extent import GRANULE_BYTES, ChunkPlace, Extent
 from shm.header import segment_name
 from stratad.core import journaling
 from stratad.core.arena import HEADER_GRANULES
-from stratad.core.effects import KillFormer, WatchFormer
+from stratad.core.effects import KillFormer, UnlinkSegment, WatchFormer
 from stratad.core.images import Chunk, ChunkKey, Image
 from stratad.core.records import ImageRecord, Record, RecordError, Replayed, image_of, stage_chunks
 from stratad.core.state import State, Worker, WorkerState
@@ -95,6 +95,7 @@ def adopt(state: State, legacy: Legacy) -> None:
         former = legacy.journal.workers.get(name)
         if former is not None and legacy.same_pids:
             worker.former = (former.pid, former.start_ticks)
+            worker.former_shuttles = max(legacy.shuttles.get(name, {}), default=-1) + 2
             worker.state = WorkerState.AWAITING
             worker.detail = f"its former process {former.pid} is not proven gone yet"
         elif former is not None:
@@ -179,13 +180,20 @@ def expire(state: State) -> None:
     for worker in state.workers.values():
         if worker.former is not None and worker.former_by_s <= state.now_s:
             worker.former_by_s = math.inf
+            worker.life.killed_s = state.now_s
+            state.wake_by(state.now_s + state.settings.stuck_s)
             state.out.append(KillFormer(worker.name))
 
 
 def former_gone(state: State, worker: Worker) -> None:
-    """Proof that a worker's former process is gone: nobody else writes into its arena any more."""
+    """Proof that a worker's former process is gone: nobody else writes into its arena any more. It may have made
+    another shuttle after we had looked at what is there.
+    """
     worker.former = None
-    if worker.state is WorkerState.AWAITING:
+    for index in range(worker.former_shuttles):
+        if index not in worker.sizes:
+            state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, index)))
+    if worker.state in (WorkerState.AWAITING, WorkerState.STUCK):
         worker.state = WorkerState.DEAD
         worker.detail = ""
         worker.next_start_s = state.now_s

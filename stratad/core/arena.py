@@ -22,6 +22,7 @@ class Arena:
         self._start_before: dict[tuple[int, int], int] = {}
         self._runs_of: dict[int, dict[tuple[int, int], None]] = {}
         self._counts: list[int] = []
+        self._lost: set[int] = set()
         self._sealed: dict[int, int] = {}  # granules in use, by sealed shuttle
         self.free_granules = 0
         self.total_granules = 0  # that can hold chunks, free or not
@@ -67,6 +68,17 @@ class Arena:
         if count:
             self._insert(shuttle, start, count)
             self.free_granules += count
+
+    def lose_shuttle(self, shuttle: int) -> None:
+        """A shuttle is no more. Extents of it that are still held may be freed, which does nothing; its number is not
+        to be used again.
+        """
+        for start, count in [(start, count) for (at, start), count in self._count_at.items() if at == shuttle]:
+            self._remove(shuttle, start, count)
+            self.free_granules -= count
+        granules = self._granules.pop(shuttle) - HEADER_GRANULES
+        self.total_granules -= self._sealed.pop(shuttle, granules)
+        self._lost.add(shuttle)
 
     def allocate(self, length_bytes: int) -> tuple[Extent, ...] | None:
         """Extents for `length_bytes` (one where possible), or None when fewer granules are free."""
@@ -117,6 +129,8 @@ class Arena:
         """Take extents back and join them with their free neighbours."""
         for extent in extents:
             shuttle = extent.shuttle
+            if shuttle in self._lost:
+                continue
             start = extent.offset_bytes // GRANULE_BYTES
             count = extent.length_bytes // GRANULE_BYTES
             assert HEADER_GRANULES <= start < start + count <= self._granules[shuttle], extent
@@ -140,7 +154,11 @@ class Arena:
     def validate(self, live: Iterable[Extent]) -> None:
         """Check that `live` (every extent that anybody holds) and the free runs cover each granule exactly once."""
         spans = sorted(
-            [(e.shuttle, e.offset_bytes // GRANULE_BYTES, e.length_bytes // GRANULE_BYTES) for e in live]
+            [
+                (e.shuttle, e.offset_bytes // GRANULE_BYTES, e.length_bytes // GRANULE_BYTES)
+                for e in live
+                if e.shuttle not in self._lost
+            ]
             + [(shuttle, start, count) for (shuttle, start), count in self._count_at.items()]
         )
         expected = dict.fromkeys(self._granules, HEADER_GRANULES)

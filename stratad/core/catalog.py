@@ -301,7 +301,7 @@ class Catalog:
         self._recency[image.image_id] = None
         names = self._by_name.setdefault((image.scope.namespace, image.conversation), OrderedDict())
         names[image.scope.fingerprint] = image
-        if not image.damaged:
+        if image.findable:
             self._index(image)
 
     def previous(self, draft: Draft) -> Image | None:
@@ -349,6 +349,18 @@ class Catalog:
         for worker, places in zip(staged.draft.scope.workers, staged.places, strict=True):
             for place in places:
                 self.arenas[worker].free(place.extents)
+
+    def shorten(self, staged: Staged, draft: Draft, kept: Sequence[Sequence[int]]) -> None:
+        """A staged image becomes that of `draft`: of stage s it keeps the chunks number `kept[s]`, in the order of the
+        draft's spans; the extents of all others are free. The caller vouches that no worker may still write them.
+        """
+        assert staged.open, "published or discarded before"
+        places: list[tuple[ChunkPlace, ...]] = []
+        for worker, former, numbers in zip(draft.scope.workers, staged.places, kept, strict=True):
+            for number in set(range(len(former))).difference(numbers):
+                self.arenas[worker].free(former[number].extents)
+            places.append(tuple(former[number] for number in numbers))
+        staged.draft, staged.places = draft, tuple(places)
 
     def _close(self, staged: Staged) -> None:
         staged.open = False
@@ -411,7 +423,7 @@ class Catalog:
         del names[image.scope.fingerprint]
         if not names:
             del self._by_name[image.scope.namespace, image.conversation]
-        if not image.damaged:
+        if image.findable:
             self._unindex(image)
         self._let_go(image)
 
@@ -449,10 +461,31 @@ class Catalog:
         every = (*self.images.values(), *self.transits.values(), *self._bound.values())
         flagged = [image for image in every if not image.damaged and any(c is chunk for c in image.chunks())]
         for image in flagged:
-            image.damaged = True
-            if image.image_id in self.images:
+            if image.findable and image.image_id in self.images:
                 self._unindex(image)
+            image.damaged = True
         return flagged
+
+    def lies_in(self, image: Image, worker: str, shuttle: int) -> bool:
+        """Whether any byte of an image is in that shuttle."""
+        return any(
+            chunk.key.worker == worker and any(extent.shuttle == shuttle for extent in chunk.place.extents)
+            for chunk in image.chunks()
+        )
+
+    def quarantine(self, image: Image) -> None:
+        """A published or transit image of a suspect is no longer found."""
+        assert image.suspect is not None
+        if image.findable and image.image_id in self.images:
+            self._unindex(image)
+        image.suspect.quarantined = True
+
+    def lift(self, image: Image) -> bool:
+        """End the quarantine of an image; whether there was one."""
+        lifted, image.suspect = image.quarantined, None
+        if lifted and image.findable and image.image_id in self.images:
+            self._index(image)
+        return lifted
 
     def exclusive_bytes(self, image: Image) -> int:
         """Bytes of granules that only this image holds."""
@@ -499,7 +532,7 @@ class Catalog:
         assert set(self._recency) == set(self.images)
         assert self.token_bytes == sum(len(image.tokens) for image in self.images.values())
         assert sum(len(names) for names in self._by_name.values()) == len(self.images)
-        found = [image for image in self.images.values() if not image.damaged]
+        found = [image for image in self.images.values() if image.findable]
         assert len(self._prefixes) == sum(image.points is None for image in found)
         assert len(self._points) == sum(len(image.points or ()) for image in found)
         assert self.put_token_bytes >= sum(image.put_token_bytes for image in self.images.values())

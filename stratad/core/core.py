@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from ipc.messages import (
+    BootFailed,
     Census,
     Failed,
     FaultStruck,
@@ -27,17 +28,31 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
-from stratad.core import adoption, arenas, faults, jobs, journaling, memory, queue, registration, service
+from stratad.core import (
+    adoption,
+    arenas,
+    faults,
+    jobs,
+    journaling,
+    lives,
+    losses,
+    memory,
+    queue,
+    registration,
+    rescue,
+    service,
+)
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
-from stratad.core.effects import DropClient, Effect, KillWorker, SendTo, SpawnWorker
+from stratad.core.effects import DropClient, Effect, KillWorker, SendTo
 from stratad.core.failures import Refusal
 from stratad.core.memory_tracks import Reading, Role, Target
-from stratad.core.ops import RUNNING, OpState
-from stratad.core.state import ClientRecord, Instant, Settings, State, Worker, WorkerState
+from stratad.core.ops import RUNNING, OpKind, OpState
+from stratad.core.state import ALIVE, GONE, RETRIED, ClientRecord, Instant, Settings, State, Worker, WorkerState
 
 # How long a lifeline may stay without its hello.
 HELLO_S = 10.0
+HOLDING_JOBS = frozenset({WorkerState.READY, WorkerState.KILLED, WorkerState.STUCK})
 # Image ids of one start differ in these bits.
 ID_BITS = 20
 
@@ -99,18 +114,20 @@ class Core:
     def tick(self, at: Instant) -> list[Effect]:
         """Time passed: start workers that are due, end what ran out of time."""
         state = self._begin(at)
+        stuck = state.counters.get("workers_stuck")
+        lives.tick(state)
         for worker in state.workers.values():
-            if worker.state is WorkerState.DEAD and worker.next_start_s <= state.now_s and not state.stopping:
-                worker.state = WorkerState.STARTING
-                worker.generation += 1
-                worker.born_s = state.now_s
-                state.out.append(SpawnWorker(worker.name, worker.generation))
-            elif worker.state is WorkerState.STARTING and worker.born_s + state.settings.boot_s <= state.now_s:
-                arenas.kill(state, worker, "worker_hung", f"not ready after {state.settings.boot_s} s")
+            arenas.try_again(state, worker)
         adoption.expire(state)
+        journaling.try_again(state)
         jobs.check_deadlines(state)
+        if stuck != state.counters.get("workers_stuck"):
+            queue.pump(state)  # who waits for that worker is told
         queue.expire(state)
         registration.expire(state)
+        registration.stop_copies(state)
+        rescue.expire(state)
+        registration.answer_announced(state)
         service.answer_stats(state, late=True)
         memory.tick(state)
         if state.stopping:
@@ -119,6 +136,19 @@ class Core:
             if not client.greeted and client.hello_by_s <= state.now_s:
                 state.out.append(DropClient(client.client))
         state.due_s = self._exact_due_s()
+        return self._end()
+
+    def stood_still(self, lost_s: float, at: Instant) -> list[Effect]:
+        """The daemon itself did nothing for so long: that is not held against its workers, whose answers may lie
+        unread, and who may have been stopped with it.
+        """
+        state = self._begin(at)
+        state.count("stood_still")
+        for worker in state.workers.values():
+            if worker.state is WorkerState.STARTING:
+                worker.born_s += lost_s
+            for op, stage in worker.jobs.values():
+                op.stages[stage].deadline_s += lost_s
         return self._end()
 
     @property
@@ -130,16 +160,20 @@ class Core:
         state = self.state
         due: list[float] = [request.deadline_s for request in state.stats_requests]
         due.append(state.memory.due_s)
+        if state.journal_error:
+            due.append(state.journal_probe_s)
+        due.extend(rescue.due_s(state))
+        due.extend(entry.deadline_s for entry in state.announced)
         for worker in state.workers.values():
-            if worker.state is WorkerState.DEAD and not state.stopping:
-                due.append(worker.next_start_s)
-            elif worker.state is WorkerState.STARTING:
-                due.append(worker.born_s + state.settings.boot_s)
-            elif worker.state is WorkerState.READY:
+            due.append(lives.due_s(state, worker))
+            if worker.state is WorkerState.READY:
                 due.extend(jobs.due_s(worker, op, op.stages[stage]) for op, stage in worker.jobs.values())
+                if worker.grow_failed and worker.making is None:
+                    due.append(worker.grow_again_s)
         due.extend(op.deadline_s for op in state.waiting.values())
         due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
         due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
+        due.extend(state.engines[engine_id].stop_copies_s for engine_id in state.closing)
         return min(due, default=math.inf)
 
     def sampled(self, found: Sequence[tuple[Target, Reading | None]], at: Instant) -> list[Effect]:
@@ -173,9 +207,17 @@ class Core:
         if record is not None:
             state.stats_requests = [r for r in state.stats_requests if r.client != client]
             state.memory.asked = [entry for entry in state.memory.asked if entry[0] != client]
+            state.announced = [entry for entry in state.announced if entry.client != client]
             for engine_id in tuple(record.engines):
-                registration.close(state, state.engines[engine_id])
+                rescue.client_gone(state, record, state.engines[engine_id])
+                registration.orphan(state, state.engines[engine_id])
             queue.pump(state)
+        return self._end()
+
+    def process_ended(self, client: int, at: Instant, *, proven: bool = True) -> list[Effect]:
+        """The process of a client that has gone is proven gone (`AwaitEnd`); or it cannot be watched."""
+        state = self._begin(at)
+        rescue.process_ended(state, client, proven=proven)
         return self._end()
 
     def request(self, client: int, request: Request, at: Instant) -> list[Effect]:
@@ -217,7 +259,8 @@ class Core:
         if worker.generation == generation:
             worker.pid, worker.start_ticks = pid, start_ticks
             journaling.record_worker(state, worker)
-            if worker.state is WorkerState.KILLED or state.stopping:  # it was not there yet when its end was wanted
+            unwanted = worker.state in (WorkerState.KILLED, WorkerState.STUCK) or state.stopping
+            if unwanted:  # it was not there yet when its end was wanted
                 state.out.append(KillWorker(name, generation, "its end was asked for before it was forked"))
         return self._end()
 
@@ -225,7 +268,7 @@ class Core:
         """A worker's process of the given generation says something."""
         state = self._begin(at)
         worker = state.workers.get(name)
-        if worker is None or worker.generation != generation or worker.state in (WorkerState.DEAD, WorkerState.FAILED):
+        if worker is None or worker.generation != generation or worker.state in GONE:
             state.log("warning", "report of a worker that is no more", worker=name, generation=generation)
             return self._end()
         match report:
@@ -238,13 +281,17 @@ class Core:
                 jobs.job_failed(state, worker, report)
             case WorkerReady():
                 self._worker_ready(worker, report)
+            case BootFailed():
+                lives.boot_failed(state, worker, report)
             case ShuttleReady():
                 arenas.shuttle_ready(state, worker, report)
             case ShuttleFailed():
-                arenas.shuttle_failed(state, worker, report)
+                losses.shuttle_failed(state, worker, report)
             case PoolOpened():
+                registration.order_answered(state, worker)
                 registration.pool_opened(state, report.pool)
             case PoolFailed():
+                registration.order_answered(state, worker)
                 registration.pool_failed(state, report)
             case Census():
                 worker.counted = max(worker.counted, report.census)
@@ -258,6 +305,7 @@ class Core:
                 faults.struck(state, worker, report)
                 return self._end()
             case PoolClosed():
+                registration.order_answered(state, worker)
                 registration.pool_closed(state, report.pool)
             case WorkerHello():
                 return self._end()
@@ -274,7 +322,8 @@ class Core:
         worker.state = WorkerState.READY
         worker.ready = report
         worker.detail = ""
-        worker.grow_failed = ""
+        worker.refusals = worker.missing_bytes = 0
+        arenas.rest_from_growing(state, worker)
         state.log(
             "info",
             "worker ready",
@@ -300,49 +349,38 @@ class Core:
         }
         return needed or None
 
+    def worker_hung_up(self, name: str, generation: int, at: Instant) -> list[Effect]:
+        """A worker's lifeline ended."""
+        state = self._begin(at)
+        worker = state.workers[name]
+        if worker.generation == generation:
+            lives.hung_up(state, worker)
+        return self._end()
+
+    def worker_unfit(self, name: str, generation: int, reason: str, at: Instant) -> list[Effect]:
+        """A worker's process takes no commands or says what cannot be: it must go."""
+        state = self._begin(at)
+        worker = state.workers[name]
+        if worker.generation == generation and worker.state in ALIVE:
+            arenas.kill(state, worker, "worker_died", reason)
+        return self._end()
+
     def worker_gone(self, name: str, generation: int, reason: str, at: Instant) -> list[Effect]:
         """Proof that a worker's process is gone. Its jobs fail, its extents and rows are free, it is started again."""
         state = self._begin(at)
         worker = state.workers[name]
-        if worker.generation != generation or worker.state in (
-            WorkerState.DEAD,
-            WorkerState.FAILED,
-            WorkerState.STOPPED,
-        ):
+        if worker.generation != generation or worker.state in GONE:
             return self._end()
         code = worker.kill_code or "worker_died"
         worker.kill_code = ""
-        worker.deaths += 1
-        worker.deaths_in_row = state.settings.restarts.deaths_in_row(worker.deaths_in_row, state.now_s - worker.born_s)
-        delay_s = state.settings.restarts.delay_s(worker.deaths_in_row)
-        worker.detail = f"generation {generation}: {reason}"
+        lives.ended(state, worker, reason)
         worker.mapped.clear()
         worker.locked.clear()
-        arenas.drop_half_made(state, worker)
         worker.ready = None
         worker.resources = {}
         worker.counted = worker.census
         memory.forget(state, (Role.WORKER, name))
         faults.worker_gone(state, worker)
-        if state.stopping:
-            worker.state = WorkerState.STOPPED
-        elif delay_s is None:
-            worker.state = WorkerState.FAILED
-        else:
-            worker.state = WorkerState.DEAD
-            worker.next_start_s = state.now_s + delay_s
-            state.wake_by(worker.next_start_s)
-        if not state.stopping:
-            state.count("worker_deaths")
-            state.log(
-                "error",
-                "worker gone",
-                worker=name,
-                pid=worker.pid,
-                generation=generation,
-                why=reason,
-                then="given up" if delay_s is None else f"started again in {delay_s} s",
-            )
         jobs.worker_gone(state, worker, code, f"worker {name} (pid {worker.pid}): {reason}")
         worker.pid = worker.start_ticks = 0
         worker.recorded = False
@@ -362,12 +400,13 @@ class Core:
         state = self._begin(at)
         if not state.stopping:
             state.stopping = True
+            rescue.stop(state)
             for op in list(state.waiting.values()):
                 jobs.fail(state, op, "stopping", "the daemon is stopping")
             for worker in state.workers.values():
                 if worker.state in (WorkerState.READY, WorkerState.STARTING):
                     state.out.append(SendTo(worker.name, StopWorker()))
-                elif worker.state in (WorkerState.DEAD, WorkerState.AWAITING):
+                elif worker.state in (*RETRIED, WorkerState.AWAITING):
                     worker.state = WorkerState.STOPPED
         return self._end()
 
@@ -381,9 +420,14 @@ class Core:
 
     @property
     def stopped(self) -> bool:
-        """Whether every worker's process is gone."""
-        gone = (WorkerState.STOPPED, WorkerState.FAILED, WorkerState.DEAD)
-        return self.state.stopping and all(worker.state in gone for worker in self.state.workers.values())
+        """Whether every worker's process is gone, or stuck: that one is not waited for."""
+        ended = {*GONE, WorkerState.STUCK}
+        return self.state.stopping and all(worker.state in ended for worker in self.state.workers.values())
+
+    @property
+    def stuck(self) -> frozenset[str]:
+        """Workers whose process outlives SIGKILL."""
+        return frozenset(w.name for w in self.state.workers.values() if w.state is WorkerState.STUCK)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -394,6 +438,10 @@ class Core:
         return state
 
     def _end(self) -> list[Effect]:
+        if self.state.resets:
+            lives.finish_resets(self.state)
+        if self.state.closing:  # whatever ended the last operation of a closed engine, it is looked at once more
+            registration.remove_idle(self.state)
         out = self.state.out
         self.state.out = []
         return out
@@ -416,13 +464,15 @@ class Core:
         for worker in state.workers.values():
             assert worker.job_bytes == sum(op.stages[stage].job_bytes for op, stage in worker.jobs.values())
             assert set(worker.arena.shuttles) == set(worker.sizes)
-            assert not worker.jobs or worker.state in (WorkerState.READY, WorkerState.KILLED)
+            assert not worker.jobs or worker.state in HOLDING_JOBS
         for info in state.faults.values():
-            assert state.workers[info.worker].state in (WorkerState.READY, WorkerState.KILLED), f"fault {info.fault}"
+            assert state.workers[info.worker].state in HOLDING_JOBS, f"fault {info.fault}"
         memory.validate(state)
         self._validate_fences(state.ops.keys())
         for engine in state.engines.values():
             assert engine.ops == sum(1 for op in state.ops.values() if op.engine_id == engine.engine_id)
+            assert engine.rescue is None or engine.closing
+            assert all(mark.slot == slot and mark.digests for slot, mark in engine.clean.by_slot.items())
         self._validate_puts()
 
     def _validate_puts(self) -> None:
@@ -445,8 +495,11 @@ class Core:
             get.image for engine in state.engines.values() for get in engine.gets.values()
         ]:
             readers[image.image_id] = readers.get(image.image_id, 0) + 1
+        takes = [op.image.image_id for op in state.ops.values() if op.image is not None and op.kind is OpKind.TAKE]
+        takes += [image_id for engine in state.engines.values() for image_id in engine.takes]
         for image in state.catalog.images.values():
             assert image.readers == readers.get(image.image_id, 0), f"image {image.image_id}: readers out of step"
+            assert image.taken == takes.count(image.image_id), f"image {image.image_id}: takes out of step"
 
     def _validate_fences(self, op_ids: Iterable[int]) -> None:
         state = self.state

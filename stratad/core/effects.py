@@ -110,6 +110,22 @@ class DropClient:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitEnd:
+    """Watch the process of a client that has gone; told by `process_ended`, perhaps in the same turn."""
+
+    client: int
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopAwaiting:
+    """The end of that process matters no more."""
+
+    client: int
+
+
+@dataclass(frozen=True, slots=True)
 class LogLine:
     """One line for the log. `fields` are printed as key=value."""
 
@@ -131,5 +147,7 @@ Effect: TypeAlias = (
     | UnlinkSegment
     | SampleMemory
     | DropClient
+    | AwaitEnd
+    | StopAwaiting
     | LogLine
 )

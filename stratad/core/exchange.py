@@ -25,10 +25,11 @@ from ipc.messages import (
     Stage,
 )
 from shm.rows import row_count, unpack_rows
-from stratad.core import jobs, journaling, queue
+from stratad.core import jobs, journaling, leases, queue
 from stratad.core.failures import Refusal
 from stratad.core.images import Chunk, Draft, Image
-from stratad.core.intake import CHUNK_LIMIT, check_name, engine_of, find_image
+from stratad.core.intake import CHUNK_LIMIT, check_name, ends_s, engine_of, find_image
+from stratad.core.leases import end_get, end_put
 from stratad.core.ops import Operation, OpKind, OpState, StageRun
 from stratad.core.puts import Get, Part, Piece, Put
 from stratad.core.row_lists import CutRows, check_run_count
@@ -91,7 +92,7 @@ def serve(
         case GetPart():
             _get_part(state, engine, request)
         case GetEnd():
-            end_get(state, engine, _get_of(engine, request.get_id))
+            end_get(state, engine, _get_of(state, engine, request.get_id))
             state.reply(engine.client, Done(request.seq))
             queue.pump(state)
 
@@ -110,7 +111,7 @@ def _put_begin(state: State, engine: Engine, request: PutBegin) -> None:
     # No prefix of it can be restored: it is found by all its tokens, or by its name alone.
     points = (count,) if count else ()
     draft = Draft(engine.scope, request.conversation, request.tokens, count, (), points, (), partial=True)
-    victims = state.catalog.put_victims(draft)
+    victims = leases.with_room(state, engine.client, lambda: state.catalog.put_victims(draft))
     if victims:
         journaling.check_writable(state)
         journaling.evict(state, victims, lambda state: _begin_put(state, engine, request, draft))
@@ -126,21 +127,22 @@ def _begin_put(state: State, engine: Engine, request: PutBegin, draft: Draft) ->
         state.reply(engine.client, Failed(request.seq, refusal.code, refusal.message, start_id=state.settings.start_id))
         return
     state.catalog.begin_put(draft)
-    put = Put(state.number("put"), draft, EXCHANGE_ROW_BYTES, engine.layouts[0].chunk_tokens)
+    put = Put(state.number("put"), draft, EXCHANGE_ROW_BYTES, engine.layouts[0].chunk_tokens, used_s=state.now_s)
     engine.puts[put.put_id] = put
     state.reply(engine.client, PutBegun(request.seq, put.put_id))
 
 
-def _put_of(engine: Engine, put_id: int) -> Put:
+def _put_of(state: State, engine: Engine, put_id: int) -> Put:
     put = engine.puts.get(put_id)
     if put is None:
-        raise Refusal("unknown_put", f"engine {engine.engine_id} has no put {put_id}")
+        raise Refusal("unknown_put", f"engine {engine.engine_id} has no put {put_id} ({leases.why_gone(state)})")
     return put
 
 
 def _put_part(state: State, engine: Engine, request: PutPart) -> None:
-    put = _put_of(engine, request.put_id)
+    put = _put_of(state, engine, request.put_id)
     cut = _check_part(engine, put, request)
+    put.used_s = state.now_s
     if request.first_row == 0:
         if put.restartable(request.name):
             for staged in put.drop_part(request.name):
@@ -232,7 +234,7 @@ def _storing(state: State, engine: Engine, request: PutPart, rows: CutRows, piec
         piece.row_count,
         "host",
         state.now_s,
-        state.now_s + request.deadline_s,
+        ends_s(state, request.deadline_s),
         (StageRun(0, engine.stages[0].worker, rows, spans),),
         image_tokens=piece.row_count,
         piece=piece,
@@ -240,7 +242,7 @@ def _storing(state: State, engine: Engine, request: PutPart, rows: CutRows, piec
 
 
 def _put_commit(state: State, engine: Engine, request: PutCommit) -> None:
-    put = _put_of(engine, request.put_id)
+    put = _put_of(state, engine, request.put_id)
     parts = put.table()
     stored = [piece.stored for piece in put.pieces() if piece.stored is not None]
     journaling.check_writable(state)
@@ -264,7 +266,7 @@ def _put_commit(state: State, engine: Engine, request: PutCommit) -> None:
 
 
 def _put_abort(state: State, engine: Engine, request: PutAbort) -> None:
-    put = _put_of(engine, request.put_id)
+    put = _put_of(state, engine, request.put_id)
     end_put(state, engine, put)
     for op in [op for op in state.ops.values() if op.piece is not None and op.piece.put is put]:
         if op.state is OpState.WAITING:
@@ -273,17 +275,6 @@ def _put_abort(state: State, engine: Engine, request: PutAbort) -> None:
             jobs.cancel(state, op)
     state.reply(engine.client, Done(request.seq))
     queue.pump(state)
-
-
-def end_put(state: State, engine: Engine, put: Put) -> None:
-    """Forget a put: what was stored is freed now; what is being copied when its operation ends."""
-    put.ended = True
-    del engine.puts[put.put_id]
-    for piece in put.pieces():
-        if piece.stored is not None:
-            state.catalog.discard(piece.stored.staged)
-    state.catalog.end_put(put.draft)
-    state.count("puts_ended")
 
 
 # --- gets -------------------------------------------------------------------------------------------------------------
@@ -295,7 +286,7 @@ def _get_begin(state: State, engine: Engine, request: GetBegin) -> None:
     _check_sessions("gets", len(engine.gets))
     image = find_image(state, engine, request)
     assert image.parts is not None, "only what was put has the fingerprint of an exchange"
-    get = Get(state.number("get"), image, state.catalog.read(image))
+    get = Get(state.number("get"), image, state.catalog.read(image), state.now_s)
     engine.gets[get.get_id] = get
     image.restores += 1
     state.catalog.touch(image, state.now_unix_s)
@@ -307,15 +298,16 @@ def _get_begin(state: State, engine: Engine, request: GetBegin) -> None:
     )
 
 
-def _get_of(engine: Engine, get_id: int) -> Get:
+def _get_of(state: State, engine: Engine, get_id: int) -> Get:
     get = engine.gets.get(get_id)
     if get is None:
-        raise Refusal("unknown_get", f"engine {engine.engine_id} has no get {get_id}")
+        raise Refusal("unknown_get", f"engine {engine.engine_id} has no get {get_id} ({leases.why_gone(state)})")
+    get.used_s = state.now_s
     return get
 
 
 def _get_part(state: State, engine: Engine, request: GetPart) -> None:
-    get = _get_of(engine, request.get_id)
+    get = _get_of(state, engine, request.get_id)
     parts = get.image.parts or ()
     if not 0 <= request.part < len(parts):
         raise Refusal("unknown_part", f"the image has parts 0..{len(parts) - 1}, not {request.part}")
@@ -347,18 +339,12 @@ def _loading(
         cut.row_count,
         "host",
         state.now_s,
-        state.now_s + request.deadline_s,
+        ends_s(state, request.deadline_s),
         (StageRun(0, engine.stages[0].worker, cut.rows, spans),),
         image=image,
         chunks=chunks,
         image_tokens=cut.row_count,
     )
-
-
-def end_get(state: State, engine: Engine, get: Get) -> None:
-    """Let go of an image; what is being copied out of it holds its own chunks."""
-    del engine.gets[get.get_id]
-    state.catalog.end_read(get.image, get.chunks)
 
 
 def _check_sessions(what: str, count: int) -> None:

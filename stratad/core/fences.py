@@ -41,6 +41,11 @@ class RowFences:
         """Put a checked fence into force."""
         self._fences.setdefault((engine_id, stage), []).append(fence)
 
+    def written(self, engine_id: int, stage: int, op_id: int) -> list[Fence]:
+        """What one operation writes on one stage."""
+        fences = self._fences.get((engine_id, stage), ())
+        return [fence for fence in fences if fence.op_id == op_id and fence.writes]
+
     def lower(self, engine_id: int, stage: int, op_id: int) -> None:
         """End the fence of one operation on one stage; nothing happens when there is none."""
         fences = self._fences.get((engine_id, stage))

@@ -41,6 +41,20 @@ class Chunk:
         return sum(extent.length_bytes for extent in self.place.extents)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Suspect:
+    """Something whose copies were under way when workers died: an image, or what an engine has captured.
+
+    `deaths` in a row are held against it, the last one of operation `last_op`. While `alone` its copies have a worker
+    to themselves, so that the next death tells.
+    """
+
+    deaths: int = 0
+    last_op: int = 0
+    alone: bool = False
+    quarantined: bool = False
+
+
 class ImagePart(NamedTuple):
     """A named part of an image that was put: bytes in `chunk_count` chunks of its one stage, from `first_chunk` on."""
 
@@ -85,6 +99,18 @@ class Image:
     damaged: bool = False
     parts: tuple[ImagePart, ...] | None = None
     transit: bool = False
+    held_s: float = 0.0  # of a transit image: when its engine last did something with it (monotonic)
+    suspect: Suspect | None = None
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether its restores killed workers twice in a row."""
+        return self.suspect is not None and self.suspect.quarantined
+
+    @property
+    def findable(self) -> bool:
+        """Whether a lookup may find it."""
+        return not (self.damaged or self.quarantined)
 
     @property
     def evictable(self) -> bool:

@@ -4,10 +4,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ipc.messages import SLOT_LIMIT, TOKEN_BYTES, Capture, CudaIpcPool, GetBegin, Restore, SlotDirect, SlotFrom, SlotTo
+from ipc.messages import (
+    SLOT_LIMIT,
+    TOKEN_BYTES,
+    Capture,
+    CudaIpcPool,
+    GetBegin,
+    Mark,
+    Restore,
+    SlotDirect,
+    SlotFrom,
+    SlotTo,
+)
 from shm.layout import ChunkSpan, StageLayout
 from shm.row_spaces import SpaceRows, distinct_rows, shared_row
 from shm.rows import ROW_LIMIT, unpack_numbers
+from stratad.core import leases
+from stratad.core.blame import quarantine_text
 from stratad.core.failures import Refusal
 from stratad.core.fences import Fence
 from stratad.core.fingerprints import differing_fields
@@ -21,6 +34,8 @@ NAME_LIMIT = 512
 CHUNK_LIMIT = 32_768
 # Each is a prefix of its own in the index.
 CHECKPOINT_LIMIT = 64
+# No operation waits longer, for its worker or for its engine's event, whatever its caller says.
+DEADLINE_LIMIT_S = 3600.0
 
 
 def check_name(what: str, name: str) -> None:
@@ -31,6 +46,11 @@ def check_name(what: str, name: str) -> None:
     """
     if not name or len(name) > NAME_LIMIT or not name.isprintable():
         raise Refusal("bad_value", f"{what} must be 1 to {NAME_LIMIT} printable characters, got {name[:40]!r}")
+
+
+def ends_s(state: State, deadline_s: float) -> float:
+    """When what is asked for now with a deadline has waited long enough."""
+    return state.now_s + min(deadline_s, DEADLINE_LIMIT_S)
 
 
 def check_slot_number(what: str, slot: int) -> None:
@@ -69,7 +89,7 @@ def _check_order(engine: Engine, ordered: str) -> None:
                 )
 
 
-def _spans_by_stage(engine: Engine, tokens: int, positions: Sequence[int]) -> list[tuple[ChunkSpan, ...]]:
+def spans_by_stage(engine: Engine, tokens: int, positions: Sequence[int]) -> list[tuple[ChunkSpan, ...]]:
     """The chunks of an image on every stage.
 
     Raises:
@@ -110,14 +130,14 @@ def _positions(engine: Engine, packed: bytes, tokens: int) -> tuple[int, ...]:
             f"checkpoints must be multiples of {engine.token_unit} tokens, since planes that cannot locate tokens hold "
             f"whole blocks, got {positions[:8]}",
         )
-    if positions and not _points(engine.kinds, tokens, positions):
+    if positions and not points_of(engine.kinds, tokens, positions):
         raise Refusal(
             "bad_state", f"windows of {tokens} tokens have passed what every checkpoint needs, got {positions[:8]}"
         )
     return positions
 
 
-def _points(kinds: Sequence[StageLayout], tokens: int, positions: tuple[int, ...]) -> tuple[int, ...] | None:
+def points_of(kinds: Sequence[StageLayout], tokens: int, positions: tuple[int, ...]) -> tuple[int, ...] | None:
     """To which numbers of tokens an image can be restored; None: to any."""
     if positions:
         return tuple(p for p in positions if all(kind.holds_prefix(p, tokens) for kind in kinds))
@@ -147,7 +167,7 @@ class _Source(NamedTuple):
     spans: list[tuple[ChunkSpan, ...]]
 
 
-def _source(engine: Engine, request: Capture | SlotTo | SlotDirect, asked: int) -> _Source:
+def _source(engine: Engine, request: Capture | SlotTo | SlotDirect | Mark, asked: int) -> _Source:
     """Check the rows that a request reads.
 
     Raises:
@@ -158,10 +178,11 @@ def _source(engine: Engine, request: Capture | SlotTo | SlotDirect, asked: int) 
     else:
         positions = (asked,) if engine.has_state else ()
     tokens = asked // engine.token_unit * engine.token_unit
-    spans = _spans_by_stage(engine, tokens, positions)  # before rows are unpacked: so large an image bounds those too
+    spans = spans_by_stage(engine, tokens, positions)  # before rows are unpacked: so large an image bounds those too
     cuts = cut_stages(engine.layouts, request.rows, Need(asked, len(positions)), tokens)
     _check_order(engine, request.ordered)
-    _check_slot(engine, request.slot)
+    if not isinstance(request, Mark):  # which may be what cleans it
+        _check_slot(engine, request.slot)
     if tokens == 0:
         raise Refusal("bad_tokens", f"{asked} tokens fill no block, and the planes do not say where tokens lie")
     if tokens < asked and (positions or any(group.window_tokens for kind in engine.kinds for group in kind.groups)):
@@ -172,9 +193,9 @@ def _source(engine: Engine, request: Capture | SlotTo | SlotDirect, asked: int) 
 
 
 def operation_of(
-    state: State, client: ClientRecord, request: Capture | Restore | SlotDirect | SlotTo | SlotFrom
+    state: State, client: ClientRecord, request: Capture | Restore | SlotDirect | SlotTo | SlotFrom | Mark
 ) -> Operation:
-    """The checked operation that a request asks for.
+    """The checked operation that a request asks for (of a mark: what digests its contents).
 
     Raises:
         Refusal: names what was wrong and what was expected.
@@ -183,7 +204,7 @@ def operation_of(
     if engine.exchange:
         raise Refusal("bad_request", f"engine {engine.engine_id} is an exchange: it puts and gets")
     match request:
-        case Capture():
+        case Capture() | Mark():
             return _capture(state, engine, request)
         case Restore():
             return _restore_image(state, engine, request)
@@ -196,12 +217,13 @@ def operation_of(
             return _slot_from(state, engine, request)
 
 
-def _capture(state: State, engine: Engine, request: Capture) -> Operation:
+def _capture(state: State, engine: Engine, request: Capture | Mark) -> Operation:
     check_name("conversation", request.conversation)
     if not request.tokens or len(request.tokens) % TOKEN_BYTES:
         raise Refusal("bad_tokens", f"tokens must be packed u32 and not empty, got {len(request.tokens)} bytes")
     source = _source(engine, request, len(request.tokens) // TOKEN_BYTES)
-    op = _operation(state, engine, request, OpKind.CAPTURE, source)
+    kind = OpKind.CAPTURE if isinstance(request, Capture) else OpKind.MARK
+    op = _operation(state, engine, request, kind, source)
     op.conversation = request.conversation
     op.tokens = request.tokens[: source.tokens * TOKEN_BYTES]
     return op
@@ -226,7 +248,7 @@ def _counted(tokens: int) -> int:
 
 
 def _operation(
-    state: State, engine: Engine, request: Capture | SlotTo | SlotDirect, kind: OpKind, source: _Source
+    state: State, engine: Engine, request: Capture | SlotTo | SlotDirect | Mark, kind: OpKind, source: _Source
 ) -> Operation:
     """An operation that reads rows."""
     return Operation(
@@ -241,10 +263,10 @@ def _operation(
         source.tokens,
         request.ordered,
         state.now_s,
-        state.now_s + request.deadline_s,
+        ends_s(state, request.deadline_s),
         _run_stages(engine, source.cuts, source.spans),
         positions=source.positions,
-        points=_points(engine.kinds, source.tokens, source.positions),
+        points=points_of(engine.kinds, source.tokens, source.positions),
         image_tokens=source.tokens,
     )
 
@@ -253,7 +275,8 @@ def find_image(state: State, engine: Engine, request: Restore | GetBegin) -> Ima
     """The image that a restore or get names, as far as this engine may have it.
 
     Raises:
-        Refusal: ``unknown_image``, ``unknown_conversation``, ``fingerprint_mismatch``, ``foreign_device``, ``damaged``.
+        Refusal: ``unknown_image``, ``unknown_conversation``, ``fingerprint_mismatch``, ``foreign_device``, ``damaged``,
+            ``quarantined``.
     """
     if request.image_id:
         image = state.catalog.images.get(request.image_id)
@@ -291,6 +314,8 @@ def find_image(state: State, engine: Engine, request: Restore | GetBegin) -> Ima
         )
     if image.damaged:
         raise Refusal("damaged", f"image {image.image_id} is flagged: a chunk of it lost its digest")
+    if image.quarantined:
+        raise Refusal("quarantined", quarantine_text(f"image {image.image_id}"))
     return image
 
 
@@ -300,7 +325,7 @@ def _restore_image(state: State, engine: Engine, request: Restore) -> Operation:
     image = find_image(state, engine, request)
     if request.take and image.pinned:
         raise Refusal("pinned", f"image {image.image_id} is pinned: it can be restored but not taken")
-    if request.take and image.taken:
+    if request.take and image.taken and not leases.give_up_take(state, engine.client, image.image_id):
         raise Refusal("image_busy", f"image {image.image_id} is being taken by another call")
     op = _restore(state, engine, request, image, request.tokens)
     if request.take:
@@ -312,7 +337,8 @@ def _slot_from(state: State, engine: Engine, request: SlotFrom) -> Operation:
     check_slot_number("source_slot", request.source_slot)
     image = engine.transits.get(request.source_slot)
     if image is None:
-        raise Refusal("unknown_image", f"slot {request.source_slot} has no transit image: slot_to makes one")
+        text = f"slot {request.source_slot} has no transit image: slot_to makes one ({leases.why_gone(state)})"
+        raise Refusal("unknown_image", text)
     if image.damaged:
         raise Refusal("damaged", f"the transit image of slot {request.source_slot} lost a digest")
     op = _restore(state, engine, request, image, -1)
@@ -331,7 +357,7 @@ def _restore(state: State, engine: Engine, request: Restore | SlotFrom, image: I
     check_slot_number("slot", request.slot)
     _check_order(engine, request.ordered)
     cuts = cut_stages(engine.layouts, request.rows, Need(tokens, 1, exact=asked != -1), tokens)
-    spans = _spans_by_stage(engine, image.token_count, image.positions)
+    spans = spans_by_stage(engine, image.token_count, image.positions)
     return Operation(
         state.number("op"),
         OpKind.RESTORE,
@@ -344,7 +370,7 @@ def _restore(state: State, engine: Engine, request: Restore | SlotFrom, image: I
         tokens,
         request.ordered,
         state.now_s,
-        state.now_s + request.deadline_s,
+        ends_s(state, request.deadline_s),
         _run_stages(engine, cuts, spans),
         image=image,
         positions=image.positions,

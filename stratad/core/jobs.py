@@ -8,11 +8,14 @@ from ipc.messages import (
     Captured,
     CaptureJob,
     Copied,
+    CopyCommand,
     CopyJob,
     CudaIpcPool,
+    DigestJob,
     Failed,
     JobDone,
     JobFailed,
+    Marked,
     PartLoaded,
     PartStored,
     Progress,
@@ -23,8 +26,10 @@ from ipc.messages import (
 )
 from shm.extent import pack_places
 from shm.rows import pack_numbers
-from stratad.core import arenas, journaling
+from stratad.core import arenas, blame, journaling, marking
+from stratad.core.clean_marks import CleanMark, Marking
 from stratad.core.effects import SendTo
+from stratad.core.failures import Refusal
 from stratad.core.images import Image, StageDigests, StoredPiece
 from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
 from stratad.core.puts import Piece
@@ -38,15 +43,20 @@ def start(state: State, op: Operation) -> None:
     op.advance("start")
     op.waits_for = ""
     del state.waiting[op.op_id]
+    for run in op.stages:
+        run.generation = state.workers[run.worker].generation
+    if op.writes_rows:
+        marking.end_written(state, op)
     for run in op.stages if state.settings.parallel else op.stages[:1]:
         _send(state, op, run)
 
 
 def _send(state: State, op: Operation, run: StageRun) -> None:
     worker = state.workers[run.worker]
-    if not worker.can_serve:
+    why_not = _why_not(run, worker)
+    if why_not:
         run.advance("skip")
-        run.outcome = StageOutcome(run.stage, "failed", "worker_died", f"worker {worker.name} is {worker.state.value}")
+        run.outcome = StageOutcome(run.stage, "failed", "worker_died", f"worker {worker.name} {why_not}")
         return
     settings = state.settings
     run.job = state.number("job")
@@ -66,10 +76,20 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     state.out.append(SendTo(worker.name, _command(op, run, pool, poll_event, event_wait_s)))
 
 
-def _command(
-    op: Operation, run: StageRun, pool: int, poll_event: bool, event_wait_s: float
-) -> CaptureJob | RestoreJob | CopyJob:
+def _why_not(run: StageRun, worker: Worker) -> str:
+    """What stands against sending a stage now. Where stages are copied one after another, the operation may have begun
+    long ago: a process that came since may lack the pool, the shuttles, or its name in the journal.
+    """
+    if not worker.can_serve:
+        return f"is {worker.state.value}"
+    return "" if worker.generation == run.generation else "was started again meanwhile"
+
+
+def _command(op: Operation, run: StageRun, pool: int, poll_event: bool, event_wait_s: float) -> CopyCommand:
     rows, positions = run.rows.packed, pack_numbers(op.positions)
+    if op.marking is not None:
+        asked = pack_numbers(op.marking.asked[run.stage])
+        return DigestJob(run.job, pool, rows, op.token_count, asked, poll_event, positions, event_wait_s)
     kind, stage = op.kind.value, run.stage
     if run.target is not None:
         target = run.target.packed
@@ -132,8 +152,9 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
     op, stage = found
     run = op.stages[stage]
     worker.moved_s[op.reads_rows] = state.now_s
-    if op.captures:
-        count = len(run.spans)
+    worker.life.did_well = True
+    if op.captures or op.marking is not None:
+        count = len(op.digested(run))
         if len(report.digests) != count * DIGEST_BYTES or worker.ready is None:
             _fail_stage(
                 state, op, run, "internal", f"worker answered {len(report.digests)} bytes of digests for {count} chunks"
@@ -153,7 +174,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
         copy_s=report.copy_s,
         lane_s=report.lane_s,
     )
-    state.count("moved_bytes", report.moved_bytes)
+    state.count("moved_bytes" if op.marking is None else "digested_bytes", report.moved_bytes)
     _lower(state, op, stage)
     _go_on(state, op)
 
@@ -165,6 +186,10 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
         state.log("error", "answer to no job", worker=worker.name, job=report.job)
         return
     op, stage = found
+    if report.sticky:  # it ends now; the next one serves
+        blame.accuse(state, worker, op)
+        worker.life.leaving_s = state.now_s + arenas.LEAVE_S
+        state.wake_by(worker.life.leaving_s)
     stored = op.stored(op.stages[stage]) if op.image is not None else ()
     if report.code == "damaged" and 0 <= report.chunk < len(stored):
         flagged = state.catalog.flag_damaged(stored[report.chunk])
@@ -210,7 +235,8 @@ def check_deadlines(state: State) -> None:
         late = [j for j, (op, stage) in worker.jobs.items() if due_s(worker, op, op.stages[stage]) <= state.now_s]
         if late:
             state.count("workers_hung")
-            arenas.kill(state, worker, "worker_hung", f"job {late[0]} passed its deadline")
+            blame.accuse(state, worker, worker.jobs[min(late)][0])  # lanes take their jobs in order
+            arenas.kill(state, worker, "worker_hung", f"job {min(late)} passed its deadline", excused=False)
 
 
 def _end_job(worker: Worker, job: int) -> tuple[Operation, int] | None:
@@ -266,7 +292,7 @@ def _go_on(state: State, op: Operation) -> None:
             pending = pending or run
         elif run.outcome is not None and run.outcome.state == "failed":
             failed = True
-    if pending is not None and (op.cancelled or failed):
+    if pending is not None and (op.cancelled or failed or op.lost):
         _skip_pending(op)
     elif pending is not None and running is None:
         _send(state, op, pending)
@@ -284,19 +310,28 @@ def _finish(state: State, op: Operation) -> None:
     engine = state.engines.get(op.engine_id)
     if failed is not None:
         fail(state, op, failed.code, failed.message, stage=failed.stage)
+    elif op.lost is not None:
+        fail(state, op, *op.lost)
     elif any(run.state is StageState.UNTOUCHED for run in op.stages):
         fail(state, op, "cancelled", "the operation was cancelled")
     elif op.image is not None:
+        blame.ended_well(state, op)
         _restored(state, op)
+    elif op.marking is not None:
+        _marked(state, op, op.marking)
+    elif op.mark is not None:
+        _rescued(state, op, op.mark)
     elif engine is not None and engine.marks.get(op.slot if op.captures else op.source_slot) == "poisoned":
         _disown_written(op)
         fail(state, op, "poisoned", "the slot was marked poisoned while it was read")
-    elif op.piece is not None:
-        _stored(state, op, op.piece)
-    elif op.captures:
-        _captured(state, op)
     else:
-        _copied(state, op)
+        blame.ended_well(state, op)
+        if op.piece is not None:
+            _stored(state, op, op.piece)
+        elif op.captures:
+            _captured(state, op)
+        else:
+            _copied(state, op)
 
 
 def _disown_written(op: Operation) -> None:
@@ -322,6 +357,7 @@ def _captured(state: State, op: Operation) -> None:
         if former is not None:
             state.catalog.drop_transit(former)
         engine.transits[op.slot] = image
+        image.held_s = state.now_s
         _published(state, op, image, new_bytes)
         return
     journaling.publish(
@@ -334,11 +370,54 @@ def _captured(state: State, op: Operation) -> None:
 
 def _published(state: State, op: Operation, image: Image, new_bytes: int) -> None:
     op.advance("publish")
-    state.count(f"{op.kind.value}s")
+    if op.mark is not None:
+        _note_rescue(state, op, op.mark)
+    else:
+        state.count(f"{op.kind.value}s")
     state.count("new_bytes", new_bytes)
     image_bytes = sum(run.job_bytes for run in op.stages)
     state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))
     release(state, op)
+
+
+def _marked(state: State, op: Operation, made: Marking) -> None:
+    """The contents of a slot are digested: they are declared, unless the slot was marked otherwise meanwhile."""
+    try:
+        marking.declare(state, op, made, [run.answer for run in op.stages if run.answer is not None])
+    except Refusal as refusal:
+        fail(state, op, refusal.code, refusal.message)
+        return
+    op.advance("declare")
+    state.count(f"{op.kind.value}s")
+    digested_bytes = sum(run.job_bytes for run in op.stages)
+    state.reply(op.client, Marked(op.seq, op.token_count, digested_bytes, op.outcomes))
+    release(state, op)
+
+
+def _rescued(state: State, op: Operation, mark: CleanMark) -> None:
+    """What a dead engine's slot held is copied: publish what of it is as it was declared."""
+    try:
+        marking.cut(state, op, mark, [run.answer for run in op.stages if run.answer is not None])
+    except Refusal as refusal:
+        fail(state, op, refusal.code, refusal.message)
+        return
+    _captured(state, op)
+
+
+def _note_rescue(state: State, op: Operation, mark: CleanMark) -> None:
+    rescue = state.engines[op.engine_id].rescue
+    if rescue is not None:
+        rescue.images += 1
+    state.count("rescued_images")
+    state.count("rescued_bytes", sum(span.length_bytes for run in op.stages for span in run.spans))
+    state.log(
+        "info",
+        "slot rescued",
+        engine=op.engine_id,
+        slot=op.slot,
+        tokens=op.token_count,
+        declared_tokens=mark.token_count,
+    )
 
 
 def _stored(state: State, op: Operation, piece: Piece) -> None:
@@ -351,6 +430,7 @@ def _stored(state: State, op: Operation, piece: Piece) -> None:
         return
     piece.stored = StoredPiece(op.staged, answer)
     op.staged = None
+    piece.put.used_s = state.now_s
     op.advance("store")
     state.count(f"{op.kind.value}s")
     state.reply(op.client, PartStored(op.seq, op.stages[0].job_bytes, op.outcomes))
@@ -370,11 +450,13 @@ def _restored(state: State, op: Operation) -> None:
     if image.image_id in state.catalog.images:
         state.catalog.touch(image, state.now_unix_s)
     engine = state.engines.get(op.engine_id)
-    if op.kind is OpKind.TAKE and engine is not None and op.client in state.clients:
-        engine.takes.add(image.image_id)  # `taken` stays up until the client acknowledges or is gone
+    if op.kind is OpKind.TAKE and engine is not None and not engine.closing:
+        engine.takes[image.image_id] = state.now_s  # `taken` stays up until the client acknowledges or is gone
     elif op.kind is OpKind.TAKE:
         image.taken -= 1
-    elif op.kind is OpKind.SLOT_FROM and not op.keep and engine and engine.transits.get(op.source_slot) is image:
+    elif op.kind is OpKind.SLOT_FROM and op.keep:
+        image.held_s = state.now_s
+    elif op.kind is OpKind.SLOT_FROM and engine and engine.transits.get(op.source_slot) is image:
         del engine.transits[op.source_slot]
         state.catalog.drop_transit(image)
     state.count(f"{op.kind.value}s")

@@ -42,6 +42,8 @@ def answered(state: "State", serial: int, error: str) -> None:
             state.log("error", "the journal cannot be written: captures and drops are refused", why=error)
         state.journal_error = error
         state.journal_again_s = state.now_s + RETRY_S
+        state.journal_probe_s = state.now_s + RETRY_S
+        state.wake_by(state.journal_probe_s)
         state.count("journal_failures")
         otherwise(state, error)
         return
@@ -49,6 +51,18 @@ def answered(state: "State", serial: int, error: str) -> None:
         state.log("info", "the journal is written again")
         state.journal_error = ""
     then(state)
+
+
+def try_again(state: "State") -> None:
+    """Ask, after a failure, whether there is room again: perhaps nobody captures until the daemon says so."""
+    if not state.journal_error or state.now_s < state.journal_probe_s:
+        return
+    again_s = state.journal_again_s
+
+    def still_none(state: "State", _: str) -> None:
+        state.journal_again_s = again_s  # whoever wants something recorded may try himself
+
+    append(state, (), lambda _: None, still_none)
 
 
 def check_writable(state: "State") -> None:

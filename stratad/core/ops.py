@@ -2,10 +2,11 @@
 
 ::
 
-    WAITING --start--> COPYING --publish--> PUBLISHED      (capture, slot_to)
+    WAITING --start--> COPYING --publish--> PUBLISHED      (capture, slot_to, rescue)
        |                  |------store----> STORED         (put_part)
        |                  |-----restore---> RESTORED       (restore, take, slot_from, get_part)
        |                  |-----copy------> COPIED         (slot_direct)
+       |                  |----declare----> DECLARED       (mark)
        '------fail--------'-----fail------> FAILED
 
     a stage:  PENDING --send--> SENT --free--> FREE --done--> DONE
@@ -15,6 +16,7 @@
 An operation fails only after every stage that was sent has answered or its worker is proven gone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -22,6 +24,7 @@ from typing import Final
 from ipc.messages import StageOutcome
 from shm.extent import ChunkPlace
 from shm.layout import ChunkSpan
+from stratad.core.clean_marks import CleanMark, Marking
 from stratad.core.failures import InvalidTransition
 from stratad.core.images import Chunk, Image, Scope, Staged, StageDigests
 from stratad.core.puts import Piece
@@ -31,7 +34,8 @@ from stratad.core.row_lists import CutRows
 class OpKind(Enum):
     """What an operation does. The three slot copies move a conversation between rows of one engine: `SLOT_DIRECT` on
     the devices, `SLOT_TO` and `SLOT_FROM` by way of a transit image in shuttles. `PUT_PART` and `GET_PART` move a piece
-    of a part between an exchange and shuttles.
+    of a part between an exchange and shuttles. `MARK` digests a slot where it lies; `RESCUE` captures what a dead
+    engine had marked, in nobody's name.
     """
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash runs in Python on every table look-up
@@ -44,6 +48,8 @@ class OpKind(Enum):
     SLOT_FROM = "slot_from"
     PUT_PART = "put_part"
     GET_PART = "get_part"
+    MARK = "mark"
+    RESCUE = "rescue"
 
 
 class OpState(Enum):
@@ -57,6 +63,7 @@ class OpState(Enum):
     STORED = "stored"
     RESTORED = "restored"
     COPIED = "copied"
+    DECLARED = "declared"
     FAILED = "failed"
 
 
@@ -80,12 +87,14 @@ OP_MOVES: Final[dict[OpState, dict[str, OpState]]] = {
         "store": OpState.STORED,
         "restore": OpState.RESTORED,
         "copy": OpState.COPIED,
+        "declare": OpState.DECLARED,
         "fail": OpState.FAILED,
     },
     OpState.PUBLISHED: {},
     OpState.STORED: {},
     OpState.RESTORED: {},
     OpState.COPIED: {},
+    OpState.DECLARED: {},
     OpState.FAILED: {},
 }
 
@@ -99,15 +108,15 @@ STAGE_MOVES: Final[dict[StageState, dict[str, StageState]]] = {
 }
 
 RUNNING: Final = frozenset({StageState.SENT, StageState.FREE})
-CAPTURING: Final = frozenset({OpKind.CAPTURE, OpKind.SLOT_TO, OpKind.PUT_PART})
-READING: Final = CAPTURING | {OpKind.SLOT_DIRECT}
+CAPTURING: Final = frozenset({OpKind.CAPTURE, OpKind.SLOT_TO, OpKind.PUT_PART, OpKind.RESCUE})
+READING: Final = CAPTURING | {OpKind.SLOT_DIRECT, OpKind.MARK}
 WRITING: Final = frozenset({OpKind.RESTORE, OpKind.TAKE, OpKind.SLOT_FROM, OpKind.SLOT_DIRECT, OpKind.GET_PART})
 
 
 @dataclass(slots=True, eq=False)
 class StageRun:
     """One stage of an operation. `rows` are in token order, `spans` the chunks of the image. `target` are the rows
-    that a copy from rows to rows writes.
+    that a copy from rows to rows writes; `generation` is its worker's when the operation began.
     """
 
     stage: int
@@ -116,6 +125,7 @@ class StageRun:
     spans: tuple[ChunkSpan, ...]
     target: CutRows | None = None
     state: StageState = StageState.PENDING
+    generation: int = 0
     job: int = 0
     deadline_s: float = 0.0
     patience_s: float = 0.0  # from its sending to `deadline_s`
@@ -140,8 +150,9 @@ class Operation:
     """What a client asked to have copied. `deadline_s` is when the caller stops waiting (monotonic seconds).
     `token_count` tokens of the image's `image_tokens` are copied; `positions` are those of its states, and `points` the
     numbers of tokens to which it can be restored (see `Image`). `chunks` are those of the image that it reads; of a
-    `PUT_PART` `piece` is the piece that it stores. `need` are the granules that it has to reserve, by worker, and
-    `shuttles` those that hold what it reads, by worker, once either was counted.
+    `PUT_PART` `piece` is the piece that it stores, of a `MARK` `marking` what it is to declare, of a `RESCUE` `mark`
+    what was declared. `need` are the granules that it has to reserve, by worker, and `shuttles` those that hold what it
+    reads, by worker, once either was counted.
     """
 
     op_id: int
@@ -168,13 +179,15 @@ class Operation:
     image_tokens: int = 0
     state: OpState = OpState.WAITING
     cancelled: bool = False
-    told_accepted: bool = False
     told_free: bool = False
     waits_for: str = ""
     fenced: set[int] = field(default_factory=set)
     need: dict[str, int] = field(default_factory=dict)
     shuttles: dict[str, set[int]] = field(default_factory=dict)
     piece: Piece | None = None
+    lost: tuple[str, str] | None = None  # code and message: bytes that it counts on are gone
+    marking: Marking | None = None
+    mark: CleanMark | None = None
 
     def advance(self, event: str) -> None:
         """Make a move of the table.
@@ -221,12 +234,20 @@ class Operation:
 
     def bytes_to_move(self, run: StageRun) -> int:
         """Bytes of the chunks that a stage copies. Of an image that has more tokens, or states at several positions, a
-        restore leaves some out.
+        restore leaves some out; a mark reads those that it has to digest.
         """
+        if self.marking is not None:
+            return sum(span.length_bytes for span in self.digested(run))
         if self.image is None or (self.token_count == self.image_tokens and not self.positions):
             return sum(span.length_bytes for span in run.spans)
         end = self.token_count
         return sum(s.length_bytes for s in run.spans if (s.first_token == end if s.is_state else s.first_token < end))
+
+    def digested(self, run: StageRun) -> Sequence[ChunkSpan]:
+        """The chunks of a stage of which its worker answers the digests."""
+        if self.marking is not None:
+            return [run.spans[number] for number in self.marking.asked[run.stage]]
+        return run.spans if self.captures else ()
 
     def places(self, run: StageRun) -> tuple[ChunkPlace, ...]:
         """Where the chunks of a stage lie."""

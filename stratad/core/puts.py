@@ -82,6 +82,7 @@ class Put:
     chunk_count: int = 0
     text_length: int = 0
     ended: bool = False
+    used_s: float = 0.0  # when its engine last did something with it
 
     def pieces(self) -> Iterator[Piece]:
         """Every piece of every part, in the order of the image."""
@@ -173,3 +174,4 @@ class Get:
     get_id: int
     image: Image
     chunks: tuple[Chunk, ...]
+    used_s: float = 0.0  # when its engine last did something with it

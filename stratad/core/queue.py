@@ -1,12 +1,13 @@
 """Operations that wait: for a worker, a pool, a shuttle or space."""
 
 from ipc.messages import Progress
-from stratad.core import arenas, jobs, journaling
+from stratad.core import arenas, blame, jobs, journaling, leases
+from stratad.core.effects import ReplyTo
 from stratad.core.failures import Refusal
 from stratad.core.images import Draft, needed_granules
 from stratad.core.intake import raise_fences
 from stratad.core.ops import Operation, OpKind, OpState
-from stratad.core.state import Engine, PoolState, State, WorkerState
+from stratad.core.state import UNAVAILABLE, Engine, PoolState, State
 
 # Of all operations in flight. The rows of a new one are compared with theirs, and each takes some hundred bytes.
 RUNS_IN_FLIGHT_LIMIT = 2_097_152
@@ -32,28 +33,48 @@ def submit(state: State, op: Operation) -> None:
             f"operations in flight have {state.runs_in_flight} runs of rows, this one has {runs}: the limit is "
             f"{RUNS_IN_FLIGHT_LIMIT}",
         )
-    raise_fences(state, op)
-    state.runs_in_flight += runs
-    state.ops[op.op_id] = state.waiting[op.op_id] = op
-    state.wake_by(op.deadline_s)
-    engine.ops += 1
+    _enter(state, op, engine)
     client = state.clients[op.client]
     client.seqs[op.seq] = op.op_id
     if op.image is not None:
         op.chunks = state.catalog.read(op.image, op.chunks or None)
         if op.kind is OpKind.TAKE:
             op.image.taken += 1
+    before = len(state.out)
     _start_if_possible(state, op, engine)
-    if op.state is OpState.WAITING and not op.told_accepted:
-        op.told_accepted = True
-        state.reply(op.client, Progress(op.seq, "accepted"))
+    if op.state is OpState.WAITING:
+        # Ahead of what it may have asked the journal for: the answer to that may end it already.
+        state.out.insert(before, ReplyTo(op.client, Progress(op.seq, "accepted")))
+
+
+def submit_own(state: State, op: Operation) -> None:
+    """Take in an operation that nobody asked for; no limit of what clients may ask for concerns it.
+
+    Raises:
+        Refusal: it cannot be; nothing was changed.
+    """
+    engine = state.engines[op.engine_id]
+    _refuse_dead(state, op, engine)
+    _enter(state, op, engine)
+    _start_if_possible(state, op, engine)
+
+
+def _enter(state: State, op: Operation, engine: Engine) -> None:
+    raise_fences(state, op)
+    state.runs_in_flight += op.run_count
+    state.ops[op.op_id] = state.waiting[op.op_id] = op
+    state.wake_by(op.deadline_s)
+    engine.ops += 1
 
 
 def _refuse_dead(state: State, op: Operation, engine: Engine) -> None:
-    """Refuse what no waiting can mend: a worker that was given up, a pool that could not be opened again."""
+    """Refuse what no waiting can mend: what is quarantined, a worker that was given up or is stuck, a pool that could
+    not be opened again.
+    """
+    blame.refuse_quarantined(state, op)
     for run in op.stages:
         worker = state.workers[run.worker]
-        if worker.state in (WorkerState.FAILED, WorkerState.STOPPED):
+        if worker.state in UNAVAILABLE:
             raise Refusal(
                 "worker_unavailable", f"worker {worker.name} is {worker.state.value}: {worker.detail}", stage=run.stage
             )
@@ -105,7 +126,10 @@ def _obstacle(state: State, op: Operation, engine: Engine) -> str:
     for run in op.stages:
         worker = state.workers[run.worker]
         if not worker.can_serve:
-            return f"worker {worker.name}"
+            lacks = f" ({worker.missing_bytes} bytes of device memory missing)" if worker.missing_bytes else ""
+            return f"worker {worker.name}{lacks}"
+        if blame.stands_back(state, op, worker):
+            return f"its turn at {worker.name}, where a suspect of a death has, or is to have, the worker to itself"
         if engine.stages[run.stage].state is not PoolState.OPEN:
             return f"pool of stage {run.stage}"
     if op.captures:
@@ -116,6 +140,8 @@ def _obstacle(state: State, op: Operation, engine: Engine) -> str:
         op.count_shuttles()
     for name, needed in op.shuttles.items():
         worker = state.workers[name]
+        if lost := needed - worker.sizes.keys():
+            raise Refusal("damaged", f"shuttle {min(lost)} of {name} is lost, and what lay in it")
         if not needed <= worker.mapped:
             arenas.tend(state, worker, needed)
             return f"shuttles of {worker.name}"
@@ -158,7 +184,7 @@ def _space(state: State, op: Operation) -> str:
             arenas.tend(state, worker)
             return f"shuttles of {name}"
     try:
-        victims = state.catalog.victims(draft, need)
+        victims = leases.with_room(state, op.client, lambda: state.catalog.victims(draft, need))
     except Refusal as refusal:
         if refusal.code == "no_space" and any(other.state is OpState.COPYING for other in state.ops.values()):
             return "space held by operations in flight"

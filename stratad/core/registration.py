@@ -1,8 +1,11 @@
 """Engines come and go: their stages' pools are opened at the workers and closed again."""
 
+import math
+
 import msgspec
 
 from ipc.messages import (
+    Announce,
     ClosePool,
     CudaIpcPool,
     Done,
@@ -16,15 +19,16 @@ from ipc.messages import (
     WorkersChanged,
 )
 from shm.layout import LayoutError, check_layout
-from stratad.core import jobs
+from stratad.core import jobs, rescue
 from stratad.core.effects import CloseDescriptor, ForwardDescriptor, SendTo
-from stratad.core.exchange import check_exchange, end_get, end_put
+from stratad.core.exchange import check_exchange
 from stratad.core.failures import Refusal
 from stratad.core.fingerprints import check_fingerprint, complete_fingerprint, fingerprint_id
 from stratad.core.images import Scope
-from stratad.core.intake import check_name
+from stratad.core.intake import check_name, ends_s
+from stratad.core.leases import end_get, end_put, end_take
 from stratad.core.ops import OpKind, OpState
-from stratad.core.state import ClientRecord, Engine, EngineStage, PoolState, State, Worker, WorkerState
+from stratad.core.state import UNAVAILABLE, Announced, ClientRecord, Engine, EngineStage, PoolState, State, Worker
 
 # As many descriptors as a lifeline keeps.
 STAGE_LIMIT = 64
@@ -32,6 +36,8 @@ PLANE_LIMIT = 4096
 GROUP_LIMIT = 64
 # Each holds pools, marks and a fingerprint. An engine of which a registration waits, or pools are still closed, counts.
 ENGINE_LIMIT = 256
+# The device memory of a process that is gone can be used by nobody until its worker has unmapped it.
+GONE_S = 1.0
 KNOWN_FINGERPRINTS = 64
 KNOWN_NAMESPACES = 1024
 
@@ -59,6 +65,9 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
     workers = [_worker_for(state, stage) for stage in request.stages]
     if request.exchange:
         check_exchange(request.stages)
+    else:
+        rescue.hello(state, request.namespace, [stage.device for stage in request.stages])
+        remove_idle(state)
     layouts = [stage.layout for stage in request.stages]
     fields = complete_fingerprint(request.fingerprint, layouts, exchange=request.exchange)
     fingerprint = fingerprint_id(fields)
@@ -75,7 +84,7 @@ def register(state: State, client: ClientRecord, request: Register) -> None:
         fields,
         stages,
         request.seq,
-        state.now_s + request.deadline_s,
+        ends_s(state, request.deadline_s),
         exchange=request.exchange,
     )
     _forget_fingerprints(state)
@@ -135,7 +144,7 @@ def _worker_for(state: State, stage: Stage) -> Worker:
         raise Refusal(
             "foreign_device", f"no worker serves device {stage.device[:64]!r}; served are {known}", stage=stage.index
         )
-    if worker.state in (WorkerState.FAILED, WorkerState.STOPPED):
+    if worker.state in UNAVAILABLE:
         raise Refusal(
             "worker_unavailable", f"worker {worker.name} is {worker.state.value}: {worker.detail}", stage=stage.index
         )
@@ -175,7 +184,24 @@ def _open(state: State, engine: Engine, stage: EngineStage) -> None:
         description = msgspec.structs.replace(description, pool=MemfdPool(stage.pool, description.pool.pool_bytes))
     if engine.registered:  # opened again: the engine has written since it read the probe
         description = msgspec.structs.replace(description, probe_offsets=b"", probe_bytes=b"")
+    _order(state, worker)
     state.out.append(SendTo(worker.name, OpenPool(stage.pool, description, client.pid, client.start_ticks)))
+
+
+def _order(state: State, worker: Worker) -> None:
+    """A worker is given an order for a pool: it does one after the other, and must end the next one in time."""
+    worker.life.pool_orders += 1
+    if worker.life.pool_orders == 1:
+        worker.life.pools_by_s = state.now_s + state.settings.order_s
+        state.wake_by(worker.life.pools_by_s)
+
+
+def order_answered(state: State, worker: Worker) -> None:
+    """A worker has ended an order for a pool, well or not."""
+    life = worker.life
+    life.pool_orders = max(life.pool_orders - 1, 0)
+    life.pools_by_s = state.now_s + state.settings.order_s if life.pool_orders else math.inf
+    state.wake_by(life.pools_by_s)
 
 
 def worker_ready(state: State, worker: Worker) -> None:
@@ -192,6 +218,7 @@ def worker_ready(state: State, worker: Worker) -> None:
 
 def worker_lost(state: State, worker: Worker) -> None:
     """The worker's process ended and its mappings with it."""
+    rescue.worker_lost(state, worker)
     for engine in list(state.engines.values()):
         for stage in engine.stages:
             if stage.worker == worker.name and stage.state in (PoolState.OPENING, PoolState.OPEN):
@@ -202,13 +229,14 @@ def worker_lost(state: State, worker: Worker) -> None:
 
 
 def worker_given_up(state: State, worker: Worker) -> None:
-    """Registrations that wait for a worker that will not come end now."""
+    """Registrations that wait for a worker that will not come soon end now."""
     for engine in list(state.engines.values()):
         if engine.registered or engine.closing:
             continue
         for number, stage in enumerate(engine.stages):
             if stage.worker == worker.name:
-                _refuse(state, engine, "worker_unavailable", f"worker {worker.name} failed: {worker.detail}", number)
+                text = f"worker {worker.name} is {worker.state.value}: {worker.detail}"
+                _refuse(state, engine, "worker_unavailable", text, number)
                 break
 
 
@@ -287,13 +315,10 @@ def close(state: State, engine: Engine, unregister_seq: int | None = None) -> No
             continue
         if op.state is OpState.WAITING:
             jobs.fail(state, op, "engine_gone", "the engine was closed")
-        elif op.kind is not OpKind.CAPTURE:  # a transit image would end with the engine
-            jobs.cancel(state, op)
-    for image_id in engine.takes:
-        image = state.catalog.images.get(image_id)
-        if image is not None:
-            image.taken -= 1
-    engine.takes.clear()
+        elif op.kind is not OpKind.CAPTURE and not (op.kind is OpKind.MARK and engine.rescue is not None):
+            jobs.cancel(state, op)  # a transit image would end with the engine
+    for image_id in tuple(engine.takes):
+        end_take(state, engine, image_id)
     for put in list(engine.puts.values()):
         end_put(state, engine, put)
     for get in list(engine.gets.values()):
@@ -301,9 +326,32 @@ def close(state: State, engine: Engine, unregister_seq: int | None = None) -> No
     _remove_if_idle(state, engine)
 
 
+def orphan(state: State, engine: Engine) -> None:
+    """End an engine whose process is gone, or can no longer be heard: its memory is kept mapped only as long as that
+    takes, and what is being captured out of it has a moment to end.
+    """
+    engine.stop_copies_s = state.now_s + GONE_S
+    state.wake_by(engine.stop_copies_s)
+    close(state, engine)
+
+
+def stop_copies(state: State) -> None:
+    """Stop what is still copied for engines that are gone too long."""
+    for engine_id in sorted(state.closing):
+        engine = state.engines[engine_id]
+        if engine.stop_copies_s <= state.now_s:
+            engine.stop_copies_s = math.inf
+            for op in [op for op in state.ops.values() if op.engine_id == engine_id]:
+                if engine.rescue is None or op.kind not in (
+                    OpKind.MARK,
+                    OpKind.RESCUE,
+                ):  # those have a limit of their own
+                    jobs.cancel(state, op)
+
+
 def _remove_if_idle(state: State, engine: Engine) -> None:
     """Once no operation is left, have the pools unmapped; once they are, the engine is no more."""
-    if engine.ops:
+    if engine.ops or rescue.holds(state, engine):
         return
     for image in engine.transits.values():
         state.catalog.drop_transit(image)
@@ -311,6 +359,7 @@ def _remove_if_idle(state: State, engine: Engine) -> None:
     for stage in engine.stages:
         worker = state.workers[stage.worker]
         if stage.state in (PoolState.OPEN, PoolState.OPENING) and worker.can_serve:
+            _order(state, worker)
             state.out.append(SendTo(stage.worker, ClosePool(stage.pool)))
             engine.unmapping.add(stage.pool)
         stage.state = PoolState.CLOSED
@@ -327,12 +376,53 @@ def _remove_if_idle(state: State, engine: Engine) -> None:
     if engine.unregister_seq is not None:
         state.reply(engine.client, Done(engine.unregister_seq))
     state.log("info", "engine closed", engine=engine.engine_id, namespace=engine.namespace)
+    for announced in state.announced:
+        announced.waiting.discard(engine.engine_id)
+    answer_announced(state)
 
 
 def remove_idle(state: State) -> None:
     """Remove closed engines whose last operation has ended."""
     for engine_id in sorted(state.closing):
         _remove_if_idle(state, state.engines[engine_id])
+
+
+def announce(state: State, client: ClientRecord, request: Announce) -> None:
+    """An engine is about to allocate memory: end rescues in its way; the reply follows when what dead engines left
+    there is unmapped.
+
+    Raises:
+        Refusal: ``foreign_device`` or ``too_many``.
+    """
+    if len(state.announced) >= state.settings.max_ops:
+        raise Refusal(
+            "too_many", f"{len(state.announced)} announcements wait for memory, the limit is as of operations"
+        )
+    known = {worker.device for worker in state.workers.values()}
+    for device in request.devices:
+        if device not in known:
+            text = f"no worker serves device {device[:64]!r}; served are {', '.join(sorted(known))}"
+            raise Refusal("foreign_device", text)
+    ended = rescue.hello(state, request.namespace, request.devices)
+    waiting = {engine.engine_id for engine in rescue.dead_engines(state, request.namespace, request.devices)}
+    deadline_s = state.now_s + request.deadline_s
+    state.announced.append(Announced(client.client, request.seq, waiting, ended, deadline_s))
+    state.wake_by(deadline_s)
+    remove_idle(state)
+    answer_announced(state)
+
+
+def answer_announced(state: State) -> None:
+    """Answer the `Announce` requests that wait for nothing more, or whose time is over."""
+    waiting, state.announced = state.announced, []
+    for entry in waiting:
+        if not entry.waiting:
+            state.reply(entry.client, Done(entry.seq, entry.count))
+        elif entry.deadline_s <= state.now_s:
+            text = f"the memory of {len(entry.waiting)} dead engines is still mapped"
+            state.reply(entry.client, Failed(entry.seq, "deadline", text, start_id=state.settings.start_id))
+        else:
+            state.announced.append(entry)
 
 
 def _engine_of_pool(state: State, pool: int) -> tuple[Engine, EngineStage] | None:

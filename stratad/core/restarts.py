@@ -23,7 +23,11 @@ class RestartPolicy:
         """Seconds until the next start, or None: give up. The first death after a stable life costs no delay."""
         if deaths_in_row >= self.give_up_after:
             return None
-        if deaths_in_row <= 1:
+        return self.backoff_s(deaths_in_row - 1)
+
+    def backoff_s(self, failures_in_row: int) -> float:
+        """`first_s` after one failure, doubled for each further one in a row, at most `cap_s`; 0 after none."""
+        if failures_in_row <= 0:
             return 0.0
-        exponent = min(deaths_in_row - 2, 30)
+        exponent = min(failures_in_row - 1, 30)
         return float(min(self.first_s * 2**exponent, self.cap_s))

@@ -6,6 +6,7 @@ from ipc.messages import (
     PROTOCOL_VERSION,
     TOKEN_BYTES,
     Acknowledge,
+    Announce,
     Cancel,
     Capture,
     Clear,
@@ -22,6 +23,7 @@ from ipc.messages import (
     Goodbye,
     Hello,
     Images,
+    Lift,
     ListImages,
     Lookup,
     Mark,
@@ -34,6 +36,8 @@ from ipc.messages import (
     Register,
     Release,
     Request,
+    ResetWorker,
+    RestartWorker,
     Restore,
     Show,
     SlotDirect,
@@ -45,7 +49,21 @@ from ipc.messages import (
     Unregister,
     Welcome,
 )
-from stratad.core import exchange, faults, jobs, journaling, memory, memory_view, queue, registration, views
+from stratad.core import (
+    blame,
+    exchange,
+    faults,
+    jobs,
+    journaling,
+    leases,
+    lives,
+    marking,
+    memory,
+    memory_view,
+    queue,
+    registration,
+    views,
+)
 from stratad.core.effects import DropClient, SendTo
 from stratad.core.failures import Refusal
 from stratad.core.images import Image
@@ -55,7 +73,6 @@ from stratad.core.state import ClientRecord, State, StatsRequest
 
 CENSUS_WAIT_S = 0.25
 LIST_LIMIT = 250  # each is counted chunk by chunk
-MARKS = ("clean", "dirty", "poisoned")
 
 
 def serve(state: State, client: ClientRecord, request: Request) -> None:
@@ -72,7 +89,7 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case PutBegin() | PutPart() | PutCommit() | PutAbort() | GetBegin() | GetPart() | GetEnd():
             exchange.serve(state, client, request)
         case Acknowledge() | Release():
-            _settle_take(state, client, request)
+            _end_hold(state, client, request)
         case Lookup():
             _lookup(state, client, request)
         case Mark():
@@ -83,13 +100,12 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             _clear(state, client, request)
         case Pin():
             _pin(state, client, request)
+        case Lift() | RestartWorker() | ResetWorker():
+            _administer(state, client, request)
         case Hello():
             _hello(state, client, request)
-        case Register():
-            registration.register(state, client, request)
-        case Unregister():
-            engine = engine_of(state, client, request.engine_id)
-            registration.close(state, engine, request.seq)
+        case Register() | Unregister() | Announce():
+            _serve_engine(state, client, request)
         case Cancel():
             _cancel(state, client, request)
         case Stats():
@@ -104,6 +120,7 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case FaultArm() | FaultList() | FaultDisarm():
             faults.serve(state, client, request, admin=_is_admin(state, client))
         case Goodbye():
+            client.polite = True
             state.reply(client.client, Done(request.seq))
             state.out.append(DropClient(client.client))
 
@@ -142,6 +159,30 @@ def _is_admin(state: State, client: ClientRecord) -> bool:
     return client.uid in (0, state.settings.uid) or client.uid in state.settings.admins
 
 
+def _administer(state: State, client: ClientRecord, request: Lift | RestartWorker | ResetWorker) -> None:
+    if not _is_admin(state, client):
+        raise Refusal("not_permitted", "only an admin of the daemon may order that")
+    if isinstance(request, Lift):
+        _lift(state, client, request)
+    else:
+        lives.order(state, client.client, request)
+    queue.pump(state)
+
+
+def _lift(state: State, client: ClientRecord, request: Lift) -> None:
+    images = [
+        image
+        for image in (*state.catalog.images.values(), *state.catalog.transits.values())
+        if image.suspect is not None
+        and image.scope.namespace == request.namespace
+        and (not request.conversation or image.conversation == request.conversation)
+        and request.image_id in (0, image.image_id)
+    ]
+    conversation = request.conversation
+    lifted = blame.lift(state, request.namespace, images, conversation, sources=not request.image_id)
+    state.reply(client.client, Done(request.seq, lifted))
+
+
 def _may_touch(state: State, client: ClientRecord, namespace: str) -> bool:
     return _is_admin(state, client) or state.owners.get(namespace) == client.uid
 
@@ -173,11 +214,32 @@ def _named(state: State, client: ClientRecord, request: Show | Pin | Drop) -> tu
 
 def _mark(state: State, client: ClientRecord, request: Mark) -> None:
     engine = engine_of(state, client, request.engine_id)
-    if request.mark not in MARKS:
-        raise Refusal("bad_value", f"mark must be one of {', '.join(MARKS)}, got {request.mark[:20]!r}")
-    check_slot_number("slot", request.slot)
-    engine.marks[request.slot] = request.mark
+    marking.check(request)
+    if request.conversation:
+        op = operation_of(state, client, request)
+        marking.prepare(state, engine, op)
+        queue.submit(state, op)
+        engine.marks[request.slot] = request.mark
+        return
+    marking.set_plain(engine, request.slot, request.mark)
     state.reply(client.client, Done(request.seq))
+
+
+def _serve_engine(state: State, client: ClientRecord, request: Register | Unregister | Announce) -> None:
+    match request:
+        case Register():
+            registration.register(state, client, request)
+        case Unregister():
+            registration.close(state, engine_of(state, client, request.engine_id), request.seq)
+        case Announce():
+            _announce(state, client, request)
+
+
+def _announce(state: State, client: ClientRecord, request: Announce) -> None:
+    owner = state.owners.get(request.namespace, client.uid)
+    if owner != client.uid and not _is_admin(state, client):
+        raise Refusal("not_permitted", f"namespace {request.namespace[:80]!r} belongs to uid {owner}")
+    registration.announce(state, client, request)
 
 
 def _pin(state: State, client: ClientRecord, request: Pin) -> None:
@@ -214,35 +276,19 @@ def _end_take(state: State, client: ClientRecord, request: Acknowledge | Release
     engine = engine_of(state, client, request.engine_id)
     if request.image_id not in engine.takes:
         raise Refusal("unknown_image", f"engine {engine.engine_id} has not taken image {request.image_id}")
-    engine.takes.discard(request.image_id)
-    image = state.catalog.images.get(request.image_id)
-    if image is not None:
-        image.taken -= 1
-    return image
+    leases.end_take(state, engine, request.image_id)
+    return state.catalog.images.get(request.image_id)
 
 
-def _settle_take(state: State, client: ClientRecord, request: Acknowledge | Release) -> None:
-    if isinstance(request, Acknowledge):
-        _acknowledge(state, client, request)
-    else:
-        _give_back(state, client, request)
-
-
-def _acknowledge(state: State, client: ClientRecord, request: Acknowledge) -> None:
+def _end_hold(state: State, client: ClientRecord, request: Acknowledge | Release) -> None:
     image = _end_take(state, client, request)
-    if image is None or image.pinned:
-        if image is not None:
+    if image is None or image.pinned or isinstance(request, Release):
+        if image is not None and isinstance(request, Acknowledge):
             state.log("info", "taken image was pinned meanwhile and stays", image=image.image_id)
         state.reply(client.client, Done(request.seq, int(image is not None)))
         queue.pump(state)
         return
     _drop_all(state, client, request.seq, [image])
-
-
-def _give_back(state: State, client: ClientRecord, request: Release) -> None:
-    image = _end_take(state, client, request)
-    state.reply(client.client, Done(request.seq, int(image is not None)))
-    queue.pump(state)
 
 
 def _drop_transit(state: State, client: ClientRecord, request: SlotDrop) -> None:

@@ -4,15 +4,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeAlias
+from weakref import WeakSet
 
-from ipc.messages import FaultInfo, Reply, Stage, WorkerProcess, WorkerReady
+from ipc.messages import BootFailed, FaultInfo, Reply, Stage, WorkerProcess, WorkerReady
 from shm.layout import StageLayout, interned
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
+from stratad.core.clean_marks import CleanMarks, Rescue
 from stratad.core.effects import Effect, LogLine, ReplyTo
 from stratad.core.fences import RowFences
-from stratad.core.images import Image, Scope
+from stratad.core.images import Image, Scope, Suspect
 from stratad.core.memory_tracks import MemorySettings, MemoryState
 from stratad.core.ops import Operation
 from stratad.core.puts import Get, Put
@@ -50,6 +52,11 @@ class Settings:
     job_floor_s: float
     link_floor_bytes_per_s: float
     restarts: RestartPolicy
+    grow_again_s: float = 10.0  # between tries to make a shuttle for which something was missing
+    lease_s: float = 60.0
+    rescue_max_s: float = 2.0  # 0: nothing is rescued
+    order_s: float = 30.0
+    stuck_s: float = 10.0
     memory: MemorySettings = field(default_factory=MemorySettings)
     admins: frozenset[int] = frozenset()
     allow_faults: bool = False
@@ -58,16 +65,52 @@ class Settings:
 
 class WorkerState(Enum):
     """Where a worker is. AWAITING: the process that served the device for an earlier daemon is not proven gone. KILLED:
-    SIGKILL was asked for, its end is not proven yet. DEAD, FAILED and STOPPED: it is proven gone.
+    SIGKILL was asked for, its end is not proven yet; STUCK: nor was it 10 s later, so its device is out of service, its
+    fences and operations stay as they are, and no other process is started there. DEAD, NO_MEMORY (its device had no
+    memory for the last process), FAILED and STOPPED: it is proven gone.
     """
 
     AWAITING = "awaiting"
     STARTING = "starting"
     READY = "ready"
     KILLED = "killed"
+    STUCK = "stuck"
     DEAD = "dead"
+    NO_MEMORY = "no_memory"
     FAILED = "failed"
     STOPPED = "stopped"
+
+
+ALIVE: Final = frozenset({WorkerState.STARTING, WorkerState.READY})
+GONE: Final = frozenset({WorkerState.DEAD, WorkerState.NO_MEMORY, WorkerState.FAILED, WorkerState.STOPPED})
+RETRIED: Final = frozenset({WorkerState.DEAD, WorkerState.NO_MEMORY})
+# Nothing of these comes back by itself soon enough to be waited for.
+UNAVAILABLE: Final = frozenset({WorkerState.STUCK, WorkerState.FAILED, WorkerState.STOPPED})
+
+SuspectKey: TypeAlias = tuple[str, str]  # ("conversation", its name) or ("slot", its number)
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """What is known of one process of a worker. Times are monotonic; infinite: nothing is due.
+
+    `leaving_s`: it said or showed that it ends, and is killed then. `making_by_s`, `pools_by_s`: by when the shuttle in
+    the making, and the next of the `pool_orders` it was given, must be answered. `culprit`: what is to blame for its
+    end, by its operation `culprit_op`; `excused`: nothing of what it copies is.
+    """
+
+    killed_s: float = 0.0
+    killed_for: str = ""
+    leaving_s: float = math.inf
+    making_by_s: float = math.inf
+    pools_by_s: float = math.inf
+    pool_orders: int = 0
+    did_well: bool = False
+    excused: bool = False
+    culprit: Suspect | None = None
+    culprit_op: Operation | None = None
+    boot_failed: BootFailed | None = None
+    ordered: bool = False  # its end was ordered by an admin
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +129,16 @@ class Worker:
     deaths: int = 0
     deaths_in_row: int = 0
     kill_code: str = ""
+    life: Life = field(default_factory=Life)
+    last_culprit: Suspect | None = None
+    refusals: int = 0  # starts in a row that found no memory on the device
+    missing_bytes: int = 0
+    making_deaths: int = 0  # in a row, while the same new shuttle was made
+    rests_until_s: float = 0.0  # no new shuttle is made before
+    resetting: bool = False  # starts again once its arena is empty
     former: tuple[int, int] | None = None  # pid and start ticks of the earlier daemon's process, not proven gone
     former_by_s: float = math.inf  # when that is killed
+    former_shuttles: int = 0  # it had no more than this: those that we do not know were made after we had looked
     recorded: bool = False  # the journal names its present process
     detail: str = ""
     ready: WorkerReady | None = None
@@ -96,6 +147,8 @@ class Worker:
     mapped: set[int] = field(default_factory=set)
     locked: set[int] = field(default_factory=set)
     making: int | None = None
+    retired: set[int] = field(default_factory=set)  # numbers that no new shuttle may have
+    skipped: int = 0  # names in a row that somebody else had taken
     grow_failed: str = ""
     grow_again_s: float = 0.0
     jobs: dict[int, tuple[Operation, int]] = field(default_factory=dict)
@@ -108,11 +161,21 @@ class Worker:
     @property
     def can_serve(self) -> bool:
         """Whether it takes jobs now."""
-        return self.state is WorkerState.READY
+        return self.state is WorkerState.READY and self.life.leaving_s == math.inf
+
+    @property
+    def next_index(self) -> int:
+        """The number of the next new shuttle."""
+        used = self.sizes.keys() | self.retired
+        return next(number for number in range(len(used) + 1) if number not in used)
+
+    def runs_short(self, now_s: float) -> bool:
+        """Whether something that a shuttle needs was missing a moment ago."""
+        return bool(self.grow_failed) and now_s < self.grow_again_s
 
     def can_grow(self, settings: Settings, now_s: float) -> bool:
         """Whether another shuttle is on its way or allowed."""
-        if self.state in (WorkerState.FAILED, WorkerState.STOPPED) or (self.grow_failed and now_s < self.grow_again_s):
+        if self.state in UNAVAILABLE or self.runs_short(now_s) or now_s < self.rests_until_s:
             return False
         return self.making is not None or sum(self.sizes.values()) + settings.shuttle_bytes <= settings.arena_bytes
 
@@ -155,14 +218,18 @@ class Engine:
     registered: bool = False
     closing: bool = False
     marks: dict[int, str] = field(default_factory=dict)
+    clean: CleanMarks = field(default_factory=CleanMarks)
+    rescue: Rescue | None = None
     ops: int = 0
-    takes: set[int] = field(default_factory=set)
+    takes: dict[int, float] = field(default_factory=dict)  # images taken and not acknowledged, and since when
     transits: dict[int, Image] = field(default_factory=dict)  # transit images by slot
     exchange: bool = False
     puts: dict[int, Put] = field(default_factory=dict)
     gets: dict[int, Get] = field(default_factory=dict)
     unmapping: set[int] = field(default_factory=set)  # pools whose worker has been told to close them
     unregister_seq: int | None = None  # request that waits for that
+    stop_copies_s: float = math.inf  # of one whose process is gone: when what is still copied for it is stopped
+    suspects: dict[SuspectKey, Suspect] = field(default_factory=dict)  # what of its own killed workers
     # Read off the stages, which never change. Equal layouts are one object here: most engines have one or two kinds of
     # stages, and what an operation asks of a layout is then asked once a kind.
     layouts: tuple[StageLayout, ...] = field(init=False)
@@ -188,6 +255,7 @@ class ClientRecord:
     hello_by_s: float
     surplus: bool = False  # one too many: its hello is answered with that, and it is dropped
     greeted: bool = False
+    polite: bool = False  # it said goodbye
     name: str = ""
     engines: set[int] = field(default_factory=set)
     seqs: dict[int, int] = field(default_factory=dict)
@@ -200,6 +268,17 @@ class StatsRequest:
     client: int
     seq: int
     waiting: set[str]
+    deadline_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Announced:
+    """An `Announce` request that waits until the memory of dead engines is unmapped. `count` rescues were ended."""
+
+    client: int
+    seq: int
+    waiting: set[int]
+    count: int
     deadline_s: float
 
 
@@ -218,8 +297,11 @@ class State:
     waiting: dict[int, Operation] = field(default_factory=dict)  # those of `ops` that have not started, oldest first
     runs_in_flight: int = 0  # runs of rows of all `ops`
     closing: set[int] = field(default_factory=set)  # engines that go when their last operation ends
+    suspects: WeakSet[Suspect] = field(default_factory=WeakSet)  # those whose copies have a worker to themselves
+    resets: set[str] = field(default_factory=set)  # workers whose arena is to be emptied
     stats_requests: list[StatsRequest] = field(default_factory=list)
     faults: dict[int, FaultInfo] = field(default_factory=dict)  # armed, not struck yet
+    announced: list[Announced] = field(default_factory=list)
     memory: MemoryState = field(default_factory=MemoryState)
     owners: dict[str, int] = field(default_factory=dict)
     fingerprint_fields: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -227,6 +309,7 @@ class State:
     appends: dict[int, "tuple[Callable[[State], None], Callable[[State, str], None]]"] = field(default_factory=dict)
     journal_error: str = ""  # why the latest append failed
     journal_again_s: float = 0.0
+    journal_probe_s: float = 0.0  # when it is asked whether it can be written again
     counters: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     now_s: float = 0.0

@@ -12,9 +12,11 @@ from ipc.messages import (
 )
 from shm.extent import GRANULE_BYTES, pack_places
 from stratad.core import memory_view
+from stratad.core.blame import quarantined_sources
 from stratad.core.images import Image
+from stratad.core.leases import leases
 from stratad.core.ops import RUNNING
-from stratad.core.state import Engine, State, Worker, WorkerState
+from stratad.core.state import RETRIED, Engine, State, Worker, WorkerState
 
 
 def image_info(state: State, image: Image) -> ImageInfo:
@@ -37,6 +39,7 @@ def image_info(state: State, image: Image) -> ImageInfo:
         image.restores,
         image.positions,
         len(image.parts or ()),
+        image.quarantined,
     )
 
 
@@ -69,7 +72,7 @@ def part_table(image: Image) -> tuple[PartInfo, ...]:
     return tuple(PartInfo(part.name, part.nbytes, part.meta) for part in image.parts or ())
 
 
-def worker_info(worker: Worker) -> WorkerInfo:
+def worker_info(worker: Worker, now_s: float) -> WorkerInfo:
     """One worker."""
     ready = worker.ready
     return WorkerInfo(
@@ -93,6 +96,9 @@ def worker_info(worker: Worker) -> WorkerInfo:
         digest_path=ready.digest_path if ready else "",
         device_name=ready.device_name if ready else "",
         start_s=ready.start_s if ready else 0.0,
+        missing_bytes=worker.missing_bytes,
+        deaths_in_row=worker.deaths_in_row,
+        starts_in_s=max(worker.next_start_s - now_s, 0.0) if worker.state in RETRIED else 0.0,
     )
 
 
@@ -102,6 +108,8 @@ def engine_info(state: State, engine: Engine) -> EngineInfo:
     marks: dict[str, int] = {}
     for mark in engine.marks.values():
         marks[mark] = marks.get(mark, 0) + 1
+    held = list(leases(engine))
+    kinds = [lease.kind for lease in held]
     return EngineInfo(
         engine.engine_id,
         engine.namespace,
@@ -115,6 +123,12 @@ def engine_info(state: State, engine: Engine) -> EngineInfo:
         marks,
         len(engine.transits),
         sum(chunk.granule_bytes for image in engine.transits.values() for chunk in image.chunks()),
+        {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        max((state.now_s - lease.used_s for lease in held), default=0.0),
+        len(engine.clean.by_slot),
+        engine.clean.tokens,
+        engine.rescue.describe() if engine.rescue is not None else "",
+        quarantined_sources(engine),
     )
 
 
@@ -128,7 +142,7 @@ def health(state: State) -> str:
     if any(worker.can_serve for worker in state.workers.values()):
         return "degraded"
     first_start = any(
-        w.state in (WorkerState.AWAITING, WorkerState.STARTING, WorkerState.DEAD) and not w.deaths
+        w.state in (WorkerState.AWAITING, WorkerState.STARTING, WorkerState.DEAD) and not (w.deaths or w.refusals)
         for w in state.workers.values()
     )
     return "starting" if first_start else "failed"
@@ -159,7 +173,7 @@ def stats(state: State, seq: int, client: int, visible: frozenset[str]) -> Stats
         state.settings.pid,
         state.now_s - state.started_s,
         health(state),
-        tuple(worker_info(worker) for worker in state.workers.values()),
+        tuple(worker_info(worker, state.now_s) for worker in state.workers.values()),
         tuple(
             engine_info(state, engine)
             for engine in state.engines.values()

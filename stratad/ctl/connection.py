@@ -4,7 +4,6 @@ import errno
 import os
 import signal
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, Protocol
 
-from ipc.messages import FaultInfo, Faults, ImageDetail, ImageInfo, MemoryReply, StatsReply, Welcome
+from ipc.listening import listens
+from ipc.messages import FaultInfo, Faults, ImageDetail, ImageInfo, MemoryReply, StatsReply, Welcome, WorkerOrdered
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError, JsonObject
 from stratad.errors import DeadlineExceeded, Lost, ProtocolError, StratadError
@@ -22,8 +22,6 @@ from stratad.permission import barrier
 
 # The client keeps every deadline itself; the alarm is for what it cannot interrupt, so it comes a little later.
 _ALARM_GRACE_S: Final = 0.5
-_CREDENTIALS: Final = struct.Struct("3i")
-_NO_UID: Final = -1
 _START_FIX: Final = (
     "start it with `stratad`, or as a service with `systemctl start stratad`, or name the right one with --run-dir and "
     "--instance"
@@ -78,6 +76,18 @@ class DaemonClient(Protocol):
         """Take back one fault, or all; returns how many."""
         ...
 
+    def lift(self, namespace: str, conversation: str = "", *, image_id: int = 0) -> int:
+        """Lift quarantines; returns how many there were."""
+        ...
+
+    def restart_worker(self, worker: str) -> WorkerOrdered:
+        """End a worker's process and start the next."""
+        ...
+
+    def reset_worker(self, worker: str, *, force: bool = False) -> WorkerOrdered:
+        """The same with an empty arena."""
+        ...
+
     def close(self) -> None:
         """Leave; idempotent."""
         ...
@@ -107,33 +117,6 @@ def paths_of(target: Target) -> SocketPaths:
     """
     run_dir = target.run_dir or find_run_dir(os.environ, os.geteuid(), target.instance)
     return socket_paths(run_dir.absolute(), target.instance)
-
-
-def listens(path: Path, kind: int) -> bool | None:
-    """Whether somebody listens at a unix socket; None where there is no such path or we may not look."""
-    with socket.socket(socket.AF_UNIX, kind) as probe:
-        return _try(probe, path)
-
-
-def listener(path: Path, kind: int) -> tuple[int, int] | None:
-    """Pid and uid of who listens at a unix socket, as the kernel vouches for them (pid 0: of another pid namespace)."""
-    with socket.socket(socket.AF_UNIX, kind) as probe:
-        if not _try(probe, path):
-            return None
-        pid, uid, _ = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    # A full backlog connects nobody, so there are no credentials.
-    return (pid, uid) if uid != _NO_UID else None
-
-
-def _try(probe: socket.socket, path: Path) -> bool | None:
-    probe.setblocking(False)
-    try:
-        probe.connect(os.fspath(path))
-    except BlockingIOError:
-        return True  # its backlog is full: somebody does listen
-    except OSError as exc:
-        return False if exc.errno == errno.ECONNREFUSED else None
-    return True
 
 
 def connect_client(target: Target) -> DaemonClient:
@@ -233,6 +216,9 @@ _FIXES: Final[dict[str, str]] = {
     "image_busy": "try again when the operation in flight has ended (`stratactl status` shows it)",
     "not_permitted": "run stratactl as the user whose engine owns the namespace, or as an admin of the daemon",
     "faults_off": "start a daemon for tests with --set testing.allow_faults=true",
+    "arena_in_use": "see them with `stratactl list`; restart the worker, which keeps them, or reset it with --force",
+    "worker_unavailable": "look at `stratactl status` and at the kernel's log: only the end of that process, or of the "
+    "host, gives the device back",
     "stopping": "the daemon is stopping: wait for the next one",
 }
 

@@ -25,6 +25,7 @@ def doctor(target: Target, connect: Connect, *, config_file: Path | None, try_to
         doctor_host,
         doctor_install,
         doctor_memory,
+        doctor_segments,
         doctor_service,
     )
 
@@ -35,6 +36,7 @@ def doctor(target: Target, connect: Connect, *, config_file: Path | None, try_to
         "user": lambda: doctor_service.user(doctor_daemon.owner(target).uid),
         "service": lambda: doctor_service.unit(doctor_daemon.daemon_pid(target)),
         "memory": lambda: doctor_memory.memory(target, config_file, asked().stats),
+        "segments": lambda: doctor_segments.segments(target, asked().stats),
         "packages": doctor_install.packages,
         "sockets": lambda: doctor_daemon.sockets(target),
         "daemon": lambda: (asked().check,),

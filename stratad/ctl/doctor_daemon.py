@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ipc.listening import listener, listens
 from ipc.messages import StatsReply
 from ipc.rundir import RunDirError, check_socket_path
 from shm.shuttle import MOUNT
-from stratad.ctl.connection import Connect, DaemonClient, Target, connected, listener, listens, paths_of
+from stratad.ctl.connection import Connect, DaemonClient, Target, connected, paths_of
 from stratad.ctl.findings import Check, State
 from stratad.ctl.output import CommandError, JsonObject, human_age
 from stratad.paths import PathError, SocketPaths

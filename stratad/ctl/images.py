@@ -43,7 +43,12 @@ def _image_table(images: Sequence[ImageInfo], now_unix_s: float) -> list[str]:
 
 
 def _flags(image: ImageInfo) -> str:
-    flags = (("parts", image.parts > 0), ("pinned", image.pinned), ("damaged", image.damaged))
+    flags = (
+        ("parts", image.parts > 0),
+        ("pinned", image.pinned),
+        ("damaged", image.damaged),
+        ("quarantined", image.quarantined),
+    )
     return ",".join(name for name, on in flags if on)
 
 
@@ -171,6 +176,14 @@ def pin(client: DaemonClient, namespace: str, conversation: str, *, pinned: bool
     word = "pinned" if pinned else "unpinned"
     what = f"image {image_id} of " if image_id else ""
     return Answer(lines=[f"{word} {what}{printable(namespace)} / {printable(conversation)}"], data={"pinned": pinned})
+
+
+def lift(client: DaemonClient, namespace: str, conversation: str, *, image_id: int = 0) -> Answer:
+    """Lift the quarantine of a conversation, of `image_id` of it, or of a whole namespace. Raises what the client
+    raises.
+    """
+    count = client.lift(namespace, conversation, image_id=image_id)
+    return Answer(lines=[f"lifted {count} {'quarantine' if count == 1 else 'quarantines'}"], data={"count": count})
 
 
 def _counted(verb: str, count: int) -> Answer:

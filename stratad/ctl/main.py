@@ -25,6 +25,7 @@ MAX_SAMPLES: Final = 20_000
 MAX_IMAGE_ID: Final = 2**63 - 1  # what a message can carry
 DEFAULT_INSTANCE: Final = "default"
 Run = Callable[[argparse.Namespace], Answer]
+Act = Callable[[DaemonClient, argparse.Namespace], Answer]
 
 
 def main(argv: Sequence[str] | None = None, connect: Connect = connect_client) -> int:
@@ -236,7 +237,7 @@ def target_of(args: argparse.Namespace) -> Target:
 def _add_daemon_commands(add: Add, connect: Connect) -> None:
     """The commands that ask a running daemon."""
 
-    def with_client(act: Callable[[DaemonClient, argparse.Namespace], Answer]) -> Run:
+    def with_client(act: Act) -> Run:
         def run(args: argparse.Namespace) -> Answer:
             from stratad.version import package_hash  # noqa: PLC0415 - not needed for --help
 
@@ -285,13 +286,54 @@ def _add_daemon_commands(add: Add, connect: Connect) -> None:
     )
     _name_image(command)
     command.add_argument("--off", action="store_true", help="let them be evicted again")
+    command = add(
+        "lift",
+        "serve again what is quarantined",
+        with_client(lambda c, a: images.lift(c, a.namespace, a.conversation, image_id=a.image)),
+        "A conversation whose copies killed workers twice is refused until then. For admins.",
+    )
+    _name_image(command, all_of="all of the namespace, engines' slots too")
+    _add_worker_commands(add, with_client)
     command = add("clear", "drop all images of a namespace", with_client(lambda c, a: images.clear(c, a.namespace)))
     command.add_argument("namespace", metavar="NAMESPACE")
 
 
-def _name_image(parser: argparse.ArgumentParser) -> None:
+def _add_worker_commands(add: Add, with_client: Callable[[Act], Run]) -> None:
+    from stratad.ctl import workers  # noqa: PLC0415 - see above
+
+    parser = add("worker", "restart or reset a worker", _no_command, "For admins.")
+    names = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=LazyParser)
+
+    def order(name: str, text: str, act: Act) -> argparse.ArgumentParser:
+        command = names.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        _add_common(command)
+        command.add_argument("worker", metavar="NAME", help="as `stratactl status` calls it")
+        command.set_defaults(run=with_client(act))
+        return command
+
+    order(
+        "restart",
+        "kill its process if there is one, and start the next at once; images stay",
+        lambda c, a: workers.restart(c, a.worker),
+    )
+    reset = order(
+        "reset",
+        "the same, and give its shuttles back: it begins empty",
+        lambda c, a: workers.reset(c, a.worker, force=a.force),
+    )
+    reset.add_argument("--force", action="store_true", help="drop the images that lie there")
+
+
+def _no_command(_args: argparse.Namespace) -> Answer:
+    raise AssertionError("the parser requires a subcommand")
+
+
+def _name_image(parser: argparse.ArgumentParser, all_of: str = "") -> None:
     parser.add_argument("namespace", metavar="NAMESPACE")
-    parser.add_argument("conversation", metavar="CONVERSATION")
+    if all_of:
+        parser.add_argument("conversation", metavar="CONVERSATION", nargs="?", default="", help=f"default: {all_of}")
+    else:
+        parser.add_argument("conversation", metavar="CONVERSATION")
     image_help = "only this one of the conversation's images, of which each fingerprint has one (see `stratactl list`)"
     parser.add_argument("--image", type=_image_id, default=0, metavar="ID", help=image_help)
 

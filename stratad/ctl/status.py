@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from ipc.messages import ProcessMemory, StatsReply, WorkerInfo
+from ipc.messages import EngineInfo, ProcessMemory, StatsReply, WorkerInfo
 from stratad.ctl.connection import DaemonClient
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.memory import warning_lines
@@ -136,8 +136,15 @@ def _worker_cells(worker: WorkerInfo) -> tuple[str, ...]:
         human_bytes(worker.free_bytes),
         str(worker.jobs),
         str(worker.deaths),
-        worker.detail,
+        _note(worker),
     )
+
+
+def _note(worker: WorkerInfo) -> str:
+    """Why it does not serve, and when it is tried again."""
+    if worker.state in ("dead", "no_memory"):
+        return f"{worker.detail}; started again in {worker.starts_in_s:.1f} s"
+    return worker.detail
 
 
 def cpu_ranges(cpus: Sequence[int]) -> str:
@@ -164,11 +171,24 @@ def _engines(stats: StatsReply) -> list[str]:
             " ".join(engine.stages),
             str(engine.ops),
             " ".join(f"{mark}={count}" for mark, count in sorted(engine.marks.items())) or "-",
+            f"{engine.clean_slots} ({engine.clean_tokens} tokens)" if engine.clean_slots else "-",
             f"{engine.transits} ({human_bytes(engine.transit_bytes)})" if engine.transits else "-",
+            _holds(engine),
+            engine.rescue or "-",
+            ", ".join(engine.quarantined) or "-",
         )
         for engine in stats.engines
     )
-    return table(("engine", "name", "namespace", "pid", "uid", "stages", "ops", "marks", "in transit"), rows)
+    names = ("engine", "name", "namespace", "pid", "uid", "stages", "ops", "marks", "declared", "in transit", "holds")
+    return table((*names, "rescue", "quarantined"), rows)
+
+
+def _holds(engine: EngineInfo) -> str:
+    """What it holds between two calls: what nobody else can have for as long."""
+    if not engine.leases:
+        return "-"
+    counts = " ".join(f"{kind}={count}" for kind, count in sorted(engine.leases.items()))
+    return f"{counts}, unused {human_age(engine.unused_s)}"
 
 
 def _ops(stats: StatsReply) -> list[str]:

@@ -112,6 +112,10 @@ class ParkingClient(Protocol):
         """What the daemon said about itself."""
         ...
 
+    def announce(self, namespace: str) -> int:
+        """Say that memory is about to be allocated; back when that of dead engines of the namespace is free."""
+        ...
+
     def register(
         self, *, engine: str, namespace: str, fingerprint: Mapping[str, str], stages: Sequence[StagePool]
     ) -> ParkingEngine:

@@ -2,7 +2,9 @@
 
 A `CacheParker` owns one pool a stage. `park` copies a cache into a slot's rows and state slots and captures them;
 `restore` has the daemon fill a slot and makes a new cache of it, of the same kind. A cache never shares memory with a
-pool, so a conversation may go on while its capture runs, and a slot is busy only as long as its last operation::
+pool, so a conversation may go on while its capture runs, and a slot is busy only as long as its last operation. It also
+means that there is nothing here to be marked clean: what an engine that died had not parked was in the model's own
+memory, which no worker maps::
 
     cache --write--> rows, state of the slot --capture--> image --restore--> rows, state of the slot --read--> cache
 
@@ -105,7 +107,8 @@ class CacheParker:
         new_cache: NewCache | None = None,
         kept_checkpoints: int = 1,
     ) -> Self:
-        """Allocate the pools and register them.
+        """Allocate the pools and register them. Where the model itself needs the memory that an engine which has died
+        left behind, say `Client.announce` before it is loaded; here it is said for the pools.
 
         Args:
             client: a connected client.
@@ -137,6 +140,7 @@ class CacheParker:
             raise UsageError("bad_value", f"{len(devices)} devices were named for {len(split)} stages")
         kept = KeptStates(slots, kept_checkpoints if all(form.rewinds for form in forms) else 0)
         fingerprint = fingerprint_of(model, forms, make(), revision)
+        client.announce(namespace)
         made: list[StagePool] = []
         planes: list[StagePlanes] = []
         try:

@@ -3,6 +3,8 @@
 import os
 import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import msgpack
 import psutil
@@ -107,3 +109,34 @@ def test_a_template_that_hangs_is_replaced() -> None:
         wait_until(lambda: client.stats().workers[0].pid not in (0, worker), timeout_s=20)
         wait_until(lambda: client.stats().health == "ok", timeout_s=10)
         assert next(m.pid for m in client.stats().memory if m.role == "template") != template
+
+
+def test_a_worker_that_is_quicker_than_the_news_of_its_fork_is_waited_for(tmp_path: Path) -> None:
+    """On a busy host the template may be told to pause between the fork and the telling."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'workers.main' in sys.orig_argv:\n"
+        "    import time\n"
+        "    import workers.template as template\n"
+        "    send = template._send\n"
+        "    def slowly(channel, news, descriptor=-1):\n"
+        "        if type(news).__name__ == 'Forked':\n"
+        "            time.sleep(0.3)\n"
+        "        send(channel, news, descriptor)\n"
+        "    template._send = slowly\n"
+    )
+    path = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
+    with (
+        DaemonProcess("cpu:2", environ={"PYTHONPATH": path}) as daemon,
+        daemon.client() as client,
+        FakeEngine(client, LAYOUTS) as engine,
+    ):
+        assert {worker.pid for worker in engine.engine.workers} == {worker.pid for worker in client.stats().workers}
+        assert all(worker.pid > 0 for worker in engine.engine.workers)
+        expected = engine.contents(range(300), 300)
+        engine.capture("a", range(300), range(300))
+        os.kill(engine.engine.workers[0].pid, signal.SIGKILL)
+        wait_until(lambda: client.stats().workers[0].deaths == 1)
+        engine.fill()
+        engine.restore("a", range(300))
+        assert engine.contents(range(300), 300) == expected

@@ -74,6 +74,30 @@ def test_stages() -> None:
     assert report["ratios"]["parallel_over_serial"] > 1.2
 
 
+def test_recover() -> None:
+    sizes = ("--arena-bytes", str(128 << 20), "--shuttle-bytes", str(64 << 20), "--image-bytes", str(64 << 10))
+    report = bench("recover", "--device", "cpu", *sizes, "--kills", "1", "--images", "12", "--stages", "2")
+    workers = [row for row in report["rows"] if row["arm"] == "worker"]
+    daemons = [row for row in report["rows"] if row["arm"] == "daemon"]
+    assert (len(workers), len(daemons)) == (3, 3)
+    assert all(row["byte_exact"] for row in report["rows"])
+    for row in workers:
+        assert row["shuttle_bytes"] == 128 << 20, "the arena is whole before each kill"
+        assert 0 < row["gone_s"] <= row["ready_s"] <= row["first_shuttle_s"] <= row["all_shuttles_s"]
+    assert all(0 < row["accepts_s"] <= row["serves_s"] <= row["all_restored_s"] for row in daemons)
+    assert report["ratios"] == {
+        "worker_s_p50": sorted(row["first_shuttle_s"] for row in workers)[1],
+        "worker_s_max": max(row["first_shuttle_s"] for row in workers),
+        "daemon_s": max(row["serves_s"] for row in daemons),
+    }
+
+
+@pytest.mark.parametrize("words", [["--arena-bytes", "1"], ["--kills", "0"], ["--image-bytes", "1000"]])
+def test_recover_refuses_what_it_cannot_measure(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "recover", "--device", "cpu", *words]) == ExitCode.USAGE
+    assert words[0] in capsys.readouterr().err
+
+
 def test_copy_on_cpu() -> None:
     report = bench("copy", "--device", "cpu", "--image-mib", "16", "--stages", "2")
     assert report["settings"]["device"] == "cpu"

@@ -4,19 +4,23 @@ A failing seed is one number: ``pytest tests/model -k SEED`` replays it.
 """
 
 import random
+import re
 from collections import Counter
 
 import pytest
 
 from ipc.messages import (
     Acknowledge,
+    Announce,
     Cancel,
     Captured,
     Clear,
     Copied,
     Drop,
+    Goodbye,
     Lookup,
     Mark,
+    Marked,
     Pin,
     Progress,
     Request,
@@ -25,6 +29,7 @@ from ipc.messages import (
     SourceFree,
     WorkersChanged,
 )
+from stratad.core.effects import AwaitEnd
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import WorkerState
 from tests.support.core_harness import MIB, Harness, pack_tokens
@@ -50,16 +55,19 @@ class World:
             restarts=RestartPolicy(0.1, 1.0, 40),
         )
         salt = self.random.randrange(3)
-        self.core.content = lambda stage, chunk: bytes([stage, chunk, self.random.randrange(salt + 1)]) + b"d" * 13
+        self.core.content = lambda stage, chunk: bytes([stage, chunk, self.random.random() < 0.1 * salt]) + b"d" * 13
         self.engines: dict[int, tuple[int, int]] = {}
         self.asked: dict[int, int] = {}
         self.reached: Counter[str] = Counter()
+        self.clients = 0
+        self.ended: set[int] = set()
 
     def step(self) -> None:
         actions = [
-            (self.connect, 2), (self.disconnect, 1), (self.capture, 12), (self.restore, 8), (self.finish, 30),
+            (self.connect, 4), (self.disconnect, 1), (self.capture, 12), (self.restore, 8), (self.finish, 30),
             (self.fail, 4), (self.source_free, 3), (self.kill, 2), (self.time, 6), (self.cancel, 2),
-            (self.administer, 4), (self.lookup, 3), (self.slot_copy, 8),
+            (self.administer, 4), (self.lookup, 3), (self.slot_copy, 8), (self.mark, 6), (self.end, 4),
+            (self.announce, 1), (self.doom, 2),
         ]  # fmt: skip
         action = self.random.choices([a for a, _ in actions], [weight for _, weight in actions])[0]
         action()
@@ -69,11 +77,15 @@ class World:
         self.asked[seq] = client
 
     def connect(self) -> None:
-        client = self.random.randrange(1, 4)
-        if client in self.core.core.state.clients:
+        if len(self.core.core.state.clients) >= 3:
             return
+        ready = all(w.state is WorkerState.READY for w in self.core.core.state.workers.values())
+        if not ready and self.random.random() < 0.9:
+            return
+        self.clients += 1
+        client = self.clients  # no number comes twice
         self.core.connect(client)
-        if any(w.state is not WorkerState.READY for w in self.core.core.state.workers.values()):
+        if not ready:
             return
         engine = self.core.register(client, stages=3)
         self.engines[engine] = (client, 3)
@@ -82,9 +94,52 @@ class World:
         clients = sorted(self.core.core.state.clients)
         if clients:
             client = self.random.choice(clients)
-            self.asked = {seq: owner for seq, owner in self.asked.items() if owner != client}
-            self.engines = {e: v for e, v in self.engines.items() if v[0] != client}
-            self.core.perform(self.core.core.client_gone(client, self.core.at))
+            if self.random.random() < 0.2:
+                self.core.ask(client, Goodbye(self.core.next_seq()))
+            self._lose(client)
+
+    def _lose(self, client: int) -> None:
+        self.asked = {seq: owner for seq, owner in self.asked.items() if owner != client}
+        self.engines = {e: v for e, v in self.engines.items() if v[0] != client}
+        self.core.die(client, proven=False)
+        if self.random.random() < 0.5:
+            self.end()
+
+    def doom(self) -> None:
+        """Whatever is under way ends, an engine marks a slot, and dies."""
+        picked = self._engine()
+        if picked:
+            self.core.finish_all()
+            seq = self.core.mark(picked[0], self.random.choice(CONVERSATIONS), client=picked[1])
+            self.core.finish_all()
+            self.note(picked[1], seq)
+            self._lose(picked[1])
+
+    def end(self) -> None:
+        """A process whose end is awaited is proven gone, or cannot be watched."""
+        awaited = {effect.client for effect in self.core.effects if isinstance(effect, AwaitEnd)}
+        if awaited - self.ended:
+            client = min(awaited - self.ended)
+            self.ended.add(client)
+            self.core.ended(client, proven=self.random.random() < 0.9)
+
+    def announce(self) -> None:
+        clients = sorted(self.core.core.state.clients)
+        if clients:
+            client, seq = self.random.choice(clients), self.core.next_seq()
+            devices = ("cpu:0",) if self.random.random() < 0.5 else ()
+            self.core.ask(client, Announce(seq, self.random.choice(["ns", "other"]), devices, 2.0))
+            self.note(client, seq)
+
+    def mark(self) -> None:
+        picked = self._engine()
+        if picked:
+            engine, client = picked
+            tokens = range(self.random.choice([1, 255, 256, 300, 600]))
+            first_row = self.random.randrange(0, 1200, 200)
+            slot = self.random.randrange(3)
+            name = self.random.choice(CONVERSATIONS)
+            self.note(client, self.core.mark(engine, name, tokens, client=client, first_row=first_row, slot=slot))
 
     def _engine(self) -> tuple[int, int] | None:
         if not self.engines:
@@ -243,7 +298,7 @@ class World:
     def settle(self) -> None:
         """Let everything end, and check that every request had exactly one final reply."""
         for _ in range(300):
-            if not self.core.core.state.ops:
+            if not (self.core.core.state.ops or self.core.core.state.closing):
                 break
             for worker in list(self.core.sent):
                 if self.core.jobs(worker):
@@ -254,11 +309,12 @@ class World:
                     self.core.worker_gone(killed.name)
             self.core.core.validate()
         assert not self.core.core.state.ops
+        assert not self.core.core.state.closing
         for seq, client in self.asked.items():
             finals = [r for r in self.core.answers(client, seq) if not isinstance(r, Progress | WorkersChanged)]
             assert len(finals) == 1, f"request {seq}: {finals}"
             self.reached[type(finals[0]).__name__] += 1
-            if isinstance(finals[0], Captured | Restored | Copied):
+            if isinstance(finals[0], Captured | Restored | Copied | Marked):
                 assert all(outcome.state == "done" for outcome in finals[0].stages)
         assert not len(self.core.core.state.fences)
         catalog = self.core.core.state.catalog
@@ -278,9 +334,28 @@ def test_seed(seed: int) -> None:
     world.settle()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_wall_clock_decides_nothing(seed: int) -> None:
+    """It may be stepped, either way, at any time: every effect is the same."""
+    steady, stepped = World(seed), World(seed)
+    steps = random.Random(seed)
+    stepped.core.wall_clock = lambda _: steps.uniform(-1e9, 3e9)
+    for world in (steady, stepped):
+        for _ in range(STEPS):
+            world.step()
+        world.settle()
+    assert len(steady.core.effects) > 100
+    # What is only shown may differ.
+    one, other = (
+        [re.sub(r"(_unix_s)=[^,)]*", r"\1", repr(effect)) for effect in world.core.effects]
+        for world in (steady, stepped)
+    )
+    assert one == other
+
+
 def test_the_seeds_reach_what_they_should() -> None:
     reached: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(20):
         world = World(seed)
         for _ in range(STEPS):
             world.step()
@@ -292,6 +367,7 @@ def test_the_seeds_reach_what_they_should() -> None:
         "Captured", "Restored", "Failed", "Found", "Done", "worker death", "cancel", "acknowledge", "evictions",
         "takes", "fail damaged", "fail cancelled", "images_damaged", "workers_hung", "captures_failed",
         "restores_failed", "takes_failed", "Copied", "slot_directs", "slot_tos", "slot_froms", "slot_directs_failed",
-        "slot_tos_failed", "slot_froms_failed",
+        "slot_tos_failed", "slot_froms_failed", "Marked", "marks_failed", "rescues", "rescued_images", "rescues_failed",
+        "rescues_cut_off",
     }  # fmt: skip
     assert wanted <= {name for name, count in reached.items() if count}, reached

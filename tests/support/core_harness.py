@@ -11,12 +11,15 @@ from ipc.messages import (
     Census,
     ClosePool,
     Command,
+    CopyCommand,
     CopyJob,
+    DigestJob,
     Failed,
     Hello,
     JobDone,
     JobFailed,
     MakeShuttle,
+    Mark,
     MemfdPool,
     OpenPool,
     PoolClosed,
@@ -40,7 +43,7 @@ from ipc.messages import (
 )
 from shm.extent import unpack_places
 from shm.layout import Plane, StageLayout
-from shm.rows import pack_rows
+from shm.rows import pack_rows, unpack_numbers
 from stratad.core.adoption import Legacy
 from stratad.core.core import Core
 from stratad.core.effects import Append, DropClient, Effect, KillWorker, ReplyTo, SampleMemory, SendTo, SpawnWorker
@@ -115,6 +118,8 @@ class Harness:
     memory: dict[tuple[Role, str], Reading | None] = field(default_factory=dict)  # by `Target.key`; others: `reading`
     seq: int = 0
     auto: bool = True
+    wall_clock: Callable[[float], float] = lambda now_s: 1e9 + now_s
+    make_shuttles: bool = True  # with `auto`: orders for shuttles are answered
     records: list[Record] = field(default_factory=list)  # the journal
     journal_error: str = ""  # why it cannot be written
 
@@ -147,7 +152,7 @@ class Harness:
     @property
     def at(self) -> Instant:
         """Now."""
-        return Instant(self.now_s, 1e9 + self.now_s)
+        return Instant(self.now_s, self.wall_clock(self.now_s))
 
     # --- what the shell does ------------------------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class Harness:
             self.sent.setdefault(worker, []).append(command)
             return
         match command:
-            case MakeShuttle():
+            case MakeShuttle() if self.make_shuttles:
                 self.report(worker, ShuttleReady(command.index, False, 0.0))
             case OpenPool():
                 self.report(worker, PoolOpened(command.pool))
@@ -348,20 +353,58 @@ class Harness:
         self.ask(client, requests[kind])
         return seq
 
+    def mark(
+        self,
+        engine: int,
+        conversation: str = "a",
+        tokens: Sequence[int] = tuple(range(600)),
+        *,
+        client: int = 1,
+        first_row: int = 0,
+        slot: int = 0,
+        state_slot: int = -1,
+        deadline_s: float = 30.0,
+    ) -> int:
+        """Mark a slot clean and say what it holds; returns the request's number."""
+        rows = (pack_rows([(first_row, len(tokens))]), *((pack_rows([(state_slot, 1)]),) if state_slot >= 0 else ()))
+        packed = pack_tokens(tokens)
+        seq = self.next_seq()
+        request = Mark(seq, engine, slot, "clean", conversation, packed, (rows,), "host", deadline_s)
+        self.ask(client, request)
+        return seq
+
+    def plain_mark(self, engine: int, mark: str, *, client: int = 1, slot: int = 0) -> int:
+        """Mark a slot and say nothing of its contents; returns the request's number."""
+        seq = self.next_seq()
+        self.ask(client, Mark(seq, engine, slot, mark))
+        return seq
+
+    def die(self, client: int = 1, *, proven: bool = True) -> None:
+        """The client's process is killed: its lifeline ends, then (`proven`) its end is seen."""
+        self.perform(self.core.client_gone(client, self.at))
+        if proven:
+            self.ended(client)
+
+    def ended(self, client: int = 1, *, proven: bool = True) -> None:
+        """The end of a client's process was seen, or (not `proven`) cannot be."""
+        self.perform(self.core.process_ended(client, self.at, proven=proven))
+
     # --- what workers do with jobs ------------------------------------------------------------------------------------
 
-    def jobs(self, worker: str) -> list[CaptureJob | RestoreJob | CopyJob]:
+    def jobs(self, worker: str) -> list[CopyCommand]:
         """Jobs that the worker has not answered."""
-        return [c for c in self.sent.get(worker, []) if isinstance(c, CaptureJob | RestoreJob | CopyJob)]
+        return [c for c in self.sent.get(worker, []) if isinstance(c, CaptureJob | RestoreJob | CopyJob | DigestJob)]
 
     def finish(self, worker: str, stage: int | None = None) -> None:
         """The worker does its oldest job well."""
         job = self.jobs(worker)[0]
         self.sent[worker].remove(job)
         digests = b""
+        number = int(worker.removeprefix("cpu:")) if stage is None else stage
         if isinstance(job, CaptureJob):
-            number = int(worker.removeprefix("cpu:")) if stage is None else stage
             digests = b"".join(self.content(number, n) for n in range(len(unpack_places(job.places))))
+        elif isinstance(job, DigestJob):
+            digests = b"".join(self.content(number, n) for n in unpack_numbers(job.chunks))
         self.report(worker, JobDone(job.job, 1, 0.0, 0.0, digests))
 
     def fail(self, worker: str, code: str = "device_error", chunk: int = -1, rows: tuple[bytes, ...] = ()) -> None:

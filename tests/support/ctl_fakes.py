@@ -22,10 +22,11 @@ from ipc.messages import (
     StatsReply,
     Welcome,
     WorkerInfo,
+    WorkerOrdered,
 )
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, pack_places
 from stratad.ctl.connection import DaemonClient, Target
-from stratad.errors import StratadError, error_for
+from stratad.errors import StratadError, UsageError, error_for
 from stratad.version import package_hash
 
 WELCOME = Welcome(
@@ -259,6 +260,20 @@ class FakeClient:
     def pin(self, namespace: str, conversation: str, *, pinned: bool = True, image_id: int = 0) -> None:
         self._asked("pin", namespace, conversation, pinned, image_id)
         self._known(namespace, conversation)
+
+    def lift(self, namespace: str, conversation: str = "", *, image_id: int = 0) -> int:
+        self._asked("lift", namespace, conversation, image_id)
+        return 1
+
+    def restart_worker(self, worker: str) -> WorkerOrdered:
+        self._asked("restart_worker", worker)
+        return WorkerOrdered(1, worker, "failed", 9)
+
+    def reset_worker(self, worker: str, *, force: bool = False) -> WorkerOrdered:
+        self._asked("reset_worker", worker, force)
+        if not force:
+            raise UsageError("arena_in_use", "3 images lie there")
+        return WorkerOrdered(1, worker, "ready", 2, 3)
 
     def clear(self, namespace: str) -> int:
         self._asked("clear", namespace)

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import psutil
 
 from shm.shuttle import MOUNT
 from stratad.client import Client
@@ -40,6 +42,9 @@ class DaemonProcess:
         faults: ``{"cpu:0#1/copy_error": "2"}``: faults of workers (see `workers.faulty`), here only of generation 1.
         environ: more variables.
         stderr: a descriptor to log to, in place of the file.
+        prefix: a command that executes the daemon's, in a namespace, say.
+        forks: whether that command starts the daemon as its only child, and not in its own place.
+        shm: where the daemon's /dev/shm is seen.
     """
 
     def __init__(
@@ -57,6 +62,9 @@ class DaemonProcess:
         runtime: Runtime | None = None,
         environ: Mapping[str, str] | None = None,
         stderr: int | None = None,
+        prefix: Sequence[str] = (),
+        forks: bool = False,
+        shm: Path = MOUNT,
     ) -> None:
         self.instance = instance or fresh_instance()
         self.home = Path(tempfile.mkdtemp(prefix="stratad-test-"))
@@ -79,12 +87,17 @@ class DaemonProcess:
             self.run_dir.chmod(run_dir_mode)
         self._environ = environ or {}
         self._stderr = stderr
+        self._prefix = tuple(prefix)
+        self._forks = forks
+        self._shm = shm
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
-        """Pid of the supervisor."""
+        """Pid of the supervisor, as it is seen from here."""
         assert self._process is not None
+        if self._forks:
+            return int(psutil.Process(self._process.pid).children()[0].pid)
         return self._process.pid
 
     @property
@@ -95,7 +108,7 @@ class DaemonProcess:
     def command(self) -> list[str]:
         """The daemon's command line."""
         python = self._runtime.python if self._runtime else sys.executable
-        command = [python, "-P", "-m", "stratad", "--instance", self.instance]
+        command = [*self._prefix, python, "-P", "-m", "stratad", "--instance", self.instance]
         command += ["--run-dir", str(self.run_dir), "--state-dir", str(self.state_dir), "--devices", self._devices]
         for key, value in self._settings.items():
             command += ["--set", f"{key}={value}"]
@@ -103,6 +116,17 @@ class DaemonProcess:
 
     def start(self, answers_within_s: float = START_S) -> Self:
         """Start it and wait until it answers."""
+        self.launch()
+        try:
+            with self.client(deadline_s=answers_within_s):
+                pass
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def launch(self) -> None:
+        """Start it and wait for nothing."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATAD_")}
         environ |= self._environ
         if self._runtime:
@@ -119,13 +143,6 @@ class DaemonProcess:
                 group=self._uid,
                 extra_groups=groups,
             )
-        try:
-            with self.client(deadline_s=answers_within_s):
-                pass
-        except BaseException:
-            self.kill()
-            raise
-        return self
 
     def client(self, deadline_s: float = 20.0) -> Client:
         """A new client of this daemon."""
@@ -134,7 +151,7 @@ class DaemonProcess:
     def stop(self) -> int:
         """SIGTERM; returns its exit status."""
         assert self._process is not None
-        self._process.terminate()
+        os.kill(self.pid, signal.SIGTERM)
         try:
             return self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -143,21 +160,31 @@ class DaemonProcess:
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         """Kill the supervisor alone and reap it; returns its exit status."""
+        self.signal(number)
+        assert self._process is not None
+        return self._process.wait(STOP_S)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the supervisor, if it runs."""
         assert self._process is not None
         if self._process.poll() is None:
-            os.kill(self._process.pid, number)
-        return self._process.wait(STOP_S)
+            os.kill(self.pid, number)
+
+    def ended(self, timeout_s: float = STOP_S) -> int:
+        """Wait for its end; returns its exit status."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
 
     def segments(self) -> list[str]:
         """Names in /dev/shm that belong to this instance."""
-        return sorted(path.name for path in Path(MOUNT).glob(f"stratad.{self.instance}.*"))
+        return sorted(path.name for path in self._shm.glob(f"stratad.{self.instance}.*"))
 
     def close(self) -> None:
         """Stop it if it runs, and remove what it left."""
         if self._process is not None and self._process.poll() is None:
             self.stop()
         for name in self.segments():
-            (Path(MOUNT) / name).unlink(missing_ok=True)
+            (self._shm / name).unlink(missing_ok=True)
         shutil.rmtree(self.home, ignore_errors=True)
 
     def __enter__(self) -> Self:

@@ -18,6 +18,7 @@ from ipc.lifeline import Life, Lifeline, LifelineServer
 from ipc.messages import (
     PROTOCOL_VERSION,
     Acknowledge,
+    Announce,
     Cancel,
     Capture,
     Captured,
@@ -32,6 +33,7 @@ from ipc.messages import (
     ListImages,
     Lookup,
     Mark,
+    Marked,
     MemfdPool,
     Pin,
     Register,
@@ -283,6 +285,8 @@ class FakeDaemon:
                 yield Restored(seq, 1, 1, 1000, ())
             case SlotDirect(seq=seq, tokens=tokens):
                 yield Copied(seq, tokens, 1000, ())
+            case Mark(seq=seq, conversation=conversation, tokens=tokens) if conversation:
+                yield Marked(seq, len(tokens) // 4, 1000, ())
             case Lookup(seq=seq):
                 yield Found(seq, "miss")
             case Stats(seq=seq):
@@ -295,6 +299,7 @@ class FakeDaemon:
                 | Acknowledge()
                 | Release()
                 | Mark()
+                | Announce()
                 | Drop()
                 | Clear()
                 | Pin()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from ipc.messages import PROTOCOL_VERSION, Captured, Restored, Welcome
@@ -192,10 +193,15 @@ class FakeParkingClient:
     chunk_tokens: int = 256
     engine: FakeParkingEngine | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
+    announced: list[tuple[str, int]] = field(default_factory=list)  # namespaces, and how many memfds there were then
 
     @property
     def welcome(self) -> Welcome:
         return Welcome(0, PROTOCOL_VERSION, b"", 0, "fake", "", "", 1 << 26, self.chunk_tokens, True, True)
+
+    def announce(self, namespace: str) -> int:
+        self.announced.append((namespace, memfds()))
+        return 0
 
     def register(
         self, *, engine: str, namespace: str, fingerprint: Mapping[str, str], stages: Sequence[StagePool]
@@ -205,6 +211,11 @@ class FakeParkingClient:
         self.fingerprint = fingerprint
         self.engine = FakeParkingEngine(stages)
         return self.engine
+
+
+def memfds() -> int:
+    """Memfds that this process has open."""
+    return sum("memfd" in str(path.resolve()) for path in Path("/proc/self/fd").iterdir())
 
 
 def group_views(stage: StagePool, group: RowGroup, run: Run) -> list[memoryview]:

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import numpy as np
 import numpy.typing as npt
 
-from ipc.messages import CaptureJob, CopyJob, RestoreJob
+from ipc.messages import CaptureJob, CopyJob, DigestJob, RestoreJob
 from shm.extent import ChunkPlace, pack_places
 from shm.layout import ChunkSpan, Plane, RowGroup, StageLayout, StateGroup, check_layout
 from shm.rows import pack_numbers, pack_rows, runs_of
@@ -79,6 +79,11 @@ class Case:
         """The copy of `rows` to `target`."""
         points = pack_numbers(self.positions)
         return CopyJob(3, 1, pack_groups(self.rows), pack_groups(self.target), self.tokens, False, points)
+
+    def digest_job(self, wanted: Sequence[int]) -> DigestJob:
+        """Digests of some chunks of `rows`."""
+        points = pack_numbers(self.positions)
+        return DigestJob(4, 1, pack_groups(self.rows), self.tokens, pack_numbers(wanted), False, points)
 
     def chunk(self, memory: Bytes, span: ChunkSpan) -> bytes:
         """What a chunk of the image holds: the tokens' bytes in gathered order, zeros after the last one."""

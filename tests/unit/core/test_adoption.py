@@ -182,10 +182,13 @@ def test_no_worker_is_started_before_the_former_one_is_proven_gone(core: Harness
         WatchFormer("cpu:0", 1000, 5),
         WatchFormer("cpu:1", 1000, 5),
     ]
+    successor.tick(10.0)
+    assert {w.state for w in successor.core.state.workers.values()} == {WorkerState.AWAITING}
     for _ in range(3):
         successor.tick(10.0)
     assert not [e for e in successor.effects if isinstance(e, SpawnWorker)]
-    assert {w.state for w in successor.core.state.workers.values()} == {WorkerState.AWAITING}
+    # Killed in vain: who asks for such a device is told so, and waits no more.
+    assert {w.state for w in successor.core.state.workers.values()} == {WorkerState.STUCK}
     successor.former_gone("cpu:1")
     assert [e.worker for e in successor.effects if isinstance(e, SpawnWorker)] == ["cpu:1"]
     successor.former_gone("cpu:0")

@@ -75,3 +75,18 @@ def test_validate_sees_an_extent_held_twice_and_one_lost() -> None:
         arena.validate([*extents, *extents])
     with pytest.raises(AssertionError, match="lost"):
         arena.validate([])
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_lost_shuttle_counts_no_more_whatever_of_it_comes_back(sealed: bool) -> None:
+    arena = Arena()
+    held = Extent(0, GRANULE_BYTES, 2 * GRANULE_BYTES)
+    arena.add_shuttle(0, 8 * GRANULE_BYTES, [held], sealed=sealed)
+    arena.add_shuttle(1, 4 * GRANULE_BYTES)
+    arena.lose_shuttle(0)
+    arena.validate([held])
+    assert (arena.total_granules, arena.free_granules, arena.shuttles) == (3, 3, (1,))
+    arena.free([held])
+    arena.validate([])
+    assert (arena.total_granules, arena.free_granules) == (3, 3)
+    assert arena.allocate(4 * GRANULE_BYTES) is None

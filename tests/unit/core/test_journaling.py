@@ -90,8 +90,8 @@ def test_without_a_record_of_the_process_nothing_is_captured_there(core: Harness
     core.worker_gone("cpu:1")
     core.tick(0.1)
     assert not core.core.state.workers["cpu:1"].recorded
-    core.tick(RETRY_S)
     core.journal_error = ""
+    core.tick(RETRY_S)
     published(core, engine)
     assert core.core.state.workers["cpu:1"].recorded
 
@@ -147,10 +147,10 @@ def test_drop_clear_and_pin_that_cannot_be_recorded_change_nothing(core: Harness
         core.journal_error = FULL
         core.ask(1, request)
         assert core.failure(1, request.seq).code == "journal_unwritable"
+        core.journal_error = ""
         core.tick(RETRY_S)
     (image,) = core.core.state.catalog.images.values()
     assert not image.pinned
-    core.journal_error = ""
     assert core.ask(1, drop := Drop(core.next_seq(), "ns", "a")) == [Done(drop.seq, 1)]
     assert core.records[-1] == DropRecord((image.image_id,))
 

@@ -169,6 +169,28 @@ def test_a_worker_that_ends_one_job_after_the_other_does_not_hang(make_core: Mak
     assert [kill.worker for kill in core.kills] == ["cpu:0"]
 
 
+def test_time_in_which_the_daemon_stood_still_is_not_held_against_its_workers(make_core: MakeCore) -> None:
+    core = make_core(1, job_floor_s=5.0, boot_s=10.0)
+    core.connect()
+    seq = core.capture(core.register(stages=1))
+    core.now_s += 60.0
+    core.perform(core.core.stood_still(60.0, core.at))
+    core.tick(4.9)
+    assert not core.kills
+    core.tick(0.2)
+    assert [kill.reason for kill in core.kills] == ["job 1 passed its deadline"]
+    core.auto = False
+    core.worker_gone("cpu:0")
+    assert core.failure(1, seq).code == "worker_hung"
+    core.tick(0.1)
+    core.now_s += 60.0
+    core.perform(core.core.stood_still(60.0, core.at))
+    core.tick(9.8)
+    assert len(core.kills) == 1
+    core.tick(0.2)
+    assert "not ready" in core.kills[-1].reason
+
+
 def test_a_lane_that_hangs_is_seen_while_the_other_one_goes_on(make_core: MakeCore) -> None:
     core = make_core(1)
     core.connect()
@@ -305,6 +327,23 @@ def test_least_recently_used_images_make_room(make_core: MakeCore) -> None:
     kept = sorted(image.conversation for image in core.core.state.catalog.images.values())
     assert kept == ["a", "b", "d", "e"]
     assert core.core.state.catalog.used_bytes <= MIB
+
+
+def test_what_a_restore_reads_is_never_evicted_whatever_the_clock_says(make_core: MakeCore) -> None:
+    core = make_core(1, budget_bytes=MIB, shuttle_bytes=2 * MIB, arena_bytes=2 * MIB, job_floor_s=7200.0)
+    core.connect()
+    engine = core.register(stages=1)
+    core.capture(engine, "a", range(700))
+    core.finish_all()
+    restoring = core.restore(engine, "a", 700)
+    core.content = lambda stage, chunk: b"new" + bytes([stage, chunk]) + b"x" * 11
+    capturing = core.capture(engine, "b", range(700), first_row=2000, deadline_s=7200.0)
+    core.tick(3000.0)
+    assert [image.conversation for image in core.core.state.catalog.images.values()] == ["a"]
+    assert len(core.jobs("cpu:0")) == 1
+    core.finish_all()
+    assert isinstance(core.final(1, restoring), Restored)
+    assert isinstance(core.final(1, capturing), Captured)
 
 
 def test_no_space_evicts_nothing(make_core: MakeCore) -> None:
@@ -508,7 +547,7 @@ def test_a_worker_that_cannot_attach_its_shuttle_again_is_killed_and_tried_anew(
     core.tick(1.0)
     core.ready("cpu:1")
     waiting = core.restore(engine, first_row=1000)
-    core.report("cpu:1", ShuttleFailed(0, "missing", "no such segment", 1, 0))
+    core.report("cpu:1", ShuttleFailed(0, "device_error", "the device takes no more", 1, 0))
     assert [kill.worker for kill in core.kills] == ["cpu:1"]
     assert core.core.state.workers["cpu:1"].state.value == "killed"
     core.auto = True

@@ -359,7 +359,6 @@ def test_a_daemon_that_does_not_accept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "packet",
     [
-        b"",
         b"nonsense",
         msgpack.packb({"token": START_ID}),
         msgpack.packb({"token": b"short", "start_id": START_ID}),
@@ -370,8 +369,18 @@ def test_a_daemon_that_does_not_accept(tmp_path: Path) -> None:
     ],
 )
 def test_a_first_packet_that_is_no_token(tmp_path: Path, packet: bytes) -> None:
+    assert "no token" in str(connect_error(tmp_path, packet))
+
+
+def test_an_end_in_place_of_the_first_packet_is_no_breach_of_the_wire(tmp_path: Path) -> None:
+    """The daemon may have no descriptor left for the moment."""
+    assert connect_error(tmp_path, b"").errno == errno.ECONNRESET
+
+
+def connect_error(tmp_path: Path, packet: bytes) -> LifelineError:
+    """What `connect` makes of a first packet (none: the connection ends)."""
     path = tmp_path / "life.sock"
-    errors: list[BaseException] = []
+    errors: list[LifelineError] = []
 
     def run() -> None:
         try:
@@ -386,9 +395,12 @@ def test_a_first_packet_that_is_no_token(tmp_path: Path, packet: bytes) -> None:
         thread.start()
         connection, _ = listener.accept()
         with connection:
-            connection.send(packet)
+            if packet:
+                connection.send(packet)
+            else:
+                connection.shutdown(socket.SHUT_RDWR)
             thread.join()
-    assert "no token" in str(errors[0])
+    return errors[0]
 
 
 def test_modes_and_paths(tmp_path: Path) -> None:

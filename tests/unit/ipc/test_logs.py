@@ -138,6 +138,14 @@ def test_a_dead_reader_is_survived(pipe: tuple[int, int]) -> None:
     sink.flush()
 
 
+def test_a_full_disk_is_a_slow_reader_and_no_dead_one() -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        sink = setup_logs("info", "text", full.fileno())
+        for number in range(QUEUE_LINES + 5):
+            LOGGER.info("line %d", number)
+        assert sink.dropped_count == 5
+
+
 def test_a_socket_as_the_journal_gives(pipe: tuple[int, int]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

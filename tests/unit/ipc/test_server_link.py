@@ -167,6 +167,46 @@ def test_a_peer_that_does_not_read_fills_only_its_own_queue(
         assert (server.pending_count, server.pending_bytes) == (0, 0)
 
 
+def test_a_peer_that_reads_nothing_is_told_from_a_slow_one(server: RouterServer, path: Path) -> None:
+    with greeted(server, path, b"slow", high_water_count=1) as slow:
+        fill_up(server, b"slow")
+        assert server.send(b"slow", b"x") is Sent.QUEUED
+        assert server.unread(100.0, 60.0) == []  # from now on
+        assert server.unread(159.9, 60.0) == []
+        assert server.unread(160.0, 60.0) == [b"slow"]
+        assert server.send(b"slow", b"y") is Sent.QUEUED  # more for it is no progress
+        assert server.unread(160.0, 60.0) == [b"slow"]
+        taken = 0
+
+        def one_has_left() -> bool:
+            nonlocal taken
+            taken += len(slow.recv_all(1))
+            if server.pending_count == 2:
+                server.flush()
+            return server.pending_count < 2
+
+        wait_until(one_has_left)
+        assert server.unread(160.0, 60.0) == []
+        assert server.unread(219.9, 60.0) == []
+
+
+def test_all_queues_together_are_bounded_and_the_fattest_is_refused(path: Path) -> None:
+    server = RouterServer.bind(
+        path, max_message_bytes=MAX_BYTES, high_water_count=4, queue_bytes=4000, total_bytes=4000
+    )
+    with server, greeted(server, path, b"a", high_water_count=1), greeted(server, path, b"b", high_water_count=1):
+        for peer in (b"a", b"b"):
+            fill_up(server, peer)
+        assert server.send(b"b", bytes(100)) is Sent.QUEUED
+        assert fill(server, b"a", bytes(1000)) == {Sent.QUEUED: 3}
+        assert server.send(b"b", bytes(1000)) is Sent.QUEUED  # it has less than its share
+        assert server.send(b"b", bytes(1000)) is Sent.FULL
+        assert server.pending_bytes == 4100
+        server.forget(b"a")
+        assert server.pending_bytes == 1100
+        assert server.send(b"b", bytes(1000)) is Sent.QUEUED
+
+
 def test_queued_frames_keep_their_order(server: RouterServer, path: Path) -> None:
     with greeted(server, path, b"slow", high_water_count=1) as slow:
         fill_up(server, b"slow")

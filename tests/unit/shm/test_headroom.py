@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shm.headroom import Headroom, memory_headroom
+from shm.headroom import Headroom, memory_headroom, oom_kills
 
 V1 = "32 31 0:29 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 V1_CPU = "33 31 0:30 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
@@ -127,3 +127,14 @@ def test_unreadable_limits_do_not_count(tree: Tree, text: str) -> None:
 
 def test_here() -> None:
     assert memory_headroom().free_bytes > 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_kills_for_memory_are_those_of_the_innermost_cgroup(tree: Tree, version: int) -> None:
+    assert oom_kills(tree.root) == 0
+    tree.write("proc/self/mountinfo", V1 if version == 1 else V2)
+    tree.write("proc/self/cgroup", "4:memory:/a/b\n" if version == 1 else "0::/a/b\n")
+    base, name = ("memory/", "oom_control") if version == 1 else ("", "events")
+    tree.write(f"sys/fs/cgroup/{base}a/memory.{name}", "oom 7\noom_kill 7\n")
+    tree.write(f"sys/fs/cgroup/{base}a/b/memory.{name}", "under_oom 0\noom_kill 3\n")
+    assert oom_kills(tree.root) == 3

@@ -8,7 +8,7 @@ import pytest
 
 from shm.extent import GRANULE_BYTES
 from shm.header import ShuttleHeader
-from shm.janitor import Segment, list_segments, remove_segments
+from shm.janitor import Segment, list_segments, remove_segment, remove_segments
 from shm.process import boot_id
 from shm.shuttle import Shuttle
 from tests.support.instances import fresh_instance
@@ -99,3 +99,17 @@ def test_symlinks_stay(instance: str, tmp_path: Path) -> None:
     link.symlink_to(target)
     assert remove_segments(instance) == []
     assert link.is_symlink()
+
+
+def test_one_segment_goes_only_if_it_is_a_plain_file_of_ours(instance: str, tmp_path: Path) -> None:
+    assert remove_segment(make(instance, 0))
+    assert not remove_segment(f"/stratad.{instance}.cpu_0.0")
+    link = SHM / f"stratad.{instance}.cpu_0.1"
+    link.symlink_to(tmp_path)
+    assert not remove_segment(f"/{link.name}")
+    assert link.is_symlink()
+    if os.geteuid() == 0:
+        foreign = make(instance, 2)
+        os.chown(SHM / foreign[1:], 65534, 65534)
+        assert not remove_segment(foreign)
+        assert (SHM / foreign[1:]).exists()

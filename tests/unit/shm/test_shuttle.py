@@ -1,6 +1,7 @@
 """Making, attaching and giving back shuttles, on real shared memory."""
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,6 +189,23 @@ def test_a_full_tmpfs_is_an_error_that_names_it(header: ShuttleHeader, monkeypat
 
 def test_attach_missing(header: ShuttleHeader) -> None:
     assert attach_fault(header)[0] is ShuttleFault.MISSING
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_too_few_descriptors_are_no_fault_of_the_segment(header: ShuttleHeader, spare: int) -> None:
+    """One is needed to open it, and another for the mapping."""
+    Shuttle.create(header).close()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, limits[1]))
+    try:
+        fault, text = attach_fault(header)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert fault is ShuttleFault.UNAVAILABLE
+    assert f"this process may have {lowest + spare} files open" in text
+    Shuttle.attach(header).close()
 
 
 @pytest.mark.parametrize(

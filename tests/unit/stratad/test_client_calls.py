@@ -178,7 +178,7 @@ def test_small_calls(tmp_path: Path) -> None:
         engine.mark(3, "poisoned")
         assert (daemon.expect(Mark).slot, daemon.expect(Mark).mark) == (3, "poisoned")
         with pytest.raises(UsageError, match="clean, dirty, poisoned"):
-            engine.mark(3, "wrong")  # type: ignore[arg-type]
+            engine.mark(3, "wrong")  # type: ignore[call-overload]
 
 
 def test_many_threads_share_a_connection(tmp_path: Path) -> None:

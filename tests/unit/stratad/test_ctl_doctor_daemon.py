@@ -13,9 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ipc.listening import listens
 from ipc.messages import StatsReply
 from stratad.ctl import doctor_daemon, doctor_memory
-from stratad.ctl.connection import DaemonClient, Target, connect_client, listens
+from stratad.ctl.connection import DaemonClient, Target, connect_client
 from stratad.ctl.doctor_daemon import instance_lock, lock_holder, sockets
 from stratad.ctl.findings import Check, State
 from stratad.ctl.output import CommandError

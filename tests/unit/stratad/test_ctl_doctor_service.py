@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ipc.listening import listener
 from stratad.ctl import doctor_daemon, doctor_service
-from stratad.ctl.connection import Target, listener
+from stratad.ctl.connection import Target
 from stratad.ctl.findings import Check, State
 
 _SOMEBODY = 54321

@@ -108,6 +108,29 @@ def test_pinned_image_is_dropped_only_by_force(capsys: pytest.CaptureFixture[str
     assert main(["drop", "tenant", "chat", "--force"], client.connect) == ExitCode.OK
 
 
+def test_workers_are_restarted_and_reset(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient()
+    assert main(["worker", "restart", "cpu:0"], client.connect) == ExitCode.OK
+    assert "worker cpu:0 was failed: generation 9 follows" in capsys.readouterr().out
+    assert main(["worker", "reset", "cpu:0"], client.connect) == ExitCode.FAILED
+    assert "--force" in capsys.readouterr().err
+    assert main(["worker", "reset", "cpu:0", "--force", "--json"], client.connect) == ExitCode.OK
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer == {"worker": "cpu:0", "was": "ready", "generation": 2, "images_dropped": 3}
+    assert main(["worker"], client.connect) == ExitCode.USAGE
+    orders = [call for call in client.calls if call[0] != "connect"]
+    assert orders == [("restart_worker", "cpu:0"), ("reset_worker", "cpu:0", False), ("reset_worker", "cpu:0", True)]
+
+
+def test_lift_names_a_conversation_an_image_or_a_namespace(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient()
+    assert main(["lift", "tenant"], client.connect) == ExitCode.OK
+    assert main(["lift", "tenant", "chat", "--image", "7"], client.connect) == ExitCode.OK
+    assert capsys.readouterr().out == "lifted 1 quarantine\n" * 2
+    lifts = [call for call in client.calls if call[0] != "connect"]
+    assert lifts == [("lift", "tenant", "", 0), ("lift", "tenant", "chat", 7)]
+
+
 def test_pin_off_unpins() -> None:
     client = FakeClient()
     main(["pin", "tenant", "chat", "--off"], client.connect)

@@ -1,6 +1,7 @@
 """What stratactl shows: tables, sizes, and the JSON keys that scripts read."""
 
 import json
+import re
 
 import msgspec
 import pytest
@@ -104,6 +105,12 @@ def test_status_shows_what_workers_hold() -> None:
     assert "cpu:0 holds streams 2" in describe(STATS, lambda _pid: 1).lines
 
 
+def test_status_shows_what_engines_hold_between_calls() -> None:
+    holding = msgspec.structs.replace(STATS.engines[0], leases={"take": 1, "put": 2}, unused_s=75.0)
+    lines = "\n".join(describe(msgspec.structs.replace(STATS, engines=(holding,)), lambda _pid: 1).lines)
+    assert f"put=2 take=1, unused {human_age(75.0)}" in lines
+
+
 def test_one_process_is_listed_once() -> None:
     twice = (*STATS.memory, ProcessMemory(role="worker", pid=101, rss_bytes=1, anon_bytes=1, shmem_bytes=0))
     data = json.loads(json.dumps(describe(msgspec.structs.replace(STATS, memory=twice), lambda _pid: 1).data))
@@ -198,3 +205,15 @@ def test_show_says_that_a_name_has_more_images(others: tuple[int, ...], text: st
 def test_counts_are_in_the_answer() -> None:
     assert images.clear(FakeClient(), "tenant").data == {"count": 0}
     assert images.drop(FakeClient(), "tenant", "chat", force=True).data == {"count": 1}
+
+
+def test_status_shows_declared_slots_and_a_rescue() -> None:
+    (engine,) = STATS.engines
+    clean = msgspec.structs.replace(engine, clean_slots=2, clean_tokens=1200)
+    dying = msgspec.structs.replace(engine, engine_id=8, rescue="1 of 2 slots, 0 images")
+    answer = describe(msgspec.structs.replace(STATS, engines=(clean, dying)), lambda _: None)
+    at = next(n for n, line in enumerate(answer.lines) if "declared" in line)
+    cells = [re.split(r"\s{2,}", line.strip()) for line in answer.lines[at : at + 3]]
+    shown = [(row[cells[0].index("declared")], row[cells[0].index("rescue")]) for row in cells[1:]]
+    assert shown == [("2 (1200 tokens)", "-"), ("-", "1 of 2 slots, 0 images")]
+    assert [entry["clean_tokens"] for entry in answer.data["engines"]] == [1200, 0]  # type: ignore[index, union-attr, call-overload]

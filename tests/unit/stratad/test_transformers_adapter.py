@@ -17,7 +17,7 @@ from stratad.engines.model_layers import NewCache, fingerprint_of, observe_layer
 from stratad.engines.models import random_model
 from stratad.engines.transformers import CacheParker
 from stratad.errors import Busy, UsageError
-from tests.support.fake_parking import FakeParkingClient, FakeParkingEngine
+from tests.support.fake_parking import FakeParkingClient, FakeParkingEngine, memfds
 from tests.support.quantisers import Int8Cache, PackedCache
 from tests.support.tiny_models import PROMPT, cache_bytes, go_on, read, read_into, tiny_model
 
@@ -54,6 +54,13 @@ def test_a_restored_conversation_goes_on_bit_for_bit(stages: int, dtype: torch.d
     assert tokens == len(PROMPT)
     assert cache_bytes(restored) == before
     assert go_on(model, restored, token, 12) == expected
+
+
+def test_memory_is_announced_before_it_is_allocated() -> None:
+    client, before = FakeParkingClient(), memfds()
+    with CacheParker.register(client, tiny_model(), namespace="n", revision="r", max_tokens=8, stages=2):
+        assert client.announced == [("n", before)]
+        assert memfds() > before
 
 
 def test_two_conversations_share_one_slot() -> None:

@@ -5,7 +5,7 @@ import ctypes
 import msgspec
 import numpy as np
 
-from ipc.messages import CaptureJob, CopyJob, CudaIpcPool, JobDone, JobFailed, RestoreJob, Stage
+from ipc.messages import CopyCommand, CudaIpcPool, JobDone, JobFailed, Stage
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for
 from shm.gpu_runtime import GpuRuntime
 from shm.layout import StageLayout
@@ -98,11 +98,11 @@ class CaseGpu(Gpu):
         probe = self.memory[:16].tobytes().ljust(16, b"\0")
         self.pool = self.device.open_pool(msgspec.structs.replace(self.stage(), probe_bytes=probe), -1)
 
-    def plan(self, job: CaptureJob | RestoreJob | CopyJob) -> PlannedJob:
+    def plan(self, job: CopyCommand) -> PlannedJob:
         """Check a job and cut it into slices."""
         return plan_job(self.device, self.pool, job)
 
-    def run(self, job: CaptureJob | RestoreJob | CopyJob, hooks: JobHooks = NEVER) -> JobDone | JobFailed:
+    def run(self, job: CopyCommand, hooks: JobHooks = NEVER) -> JobDone | JobFailed:
         """Run one job on its lane."""
         try:
             plan = self.plan(job)

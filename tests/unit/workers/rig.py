@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ipc.messages import CaptureJob, CopyJob, JobDone, JobFailed, MemfdPool, RestoreJob, Stage
+from ipc.messages import CaptureJob, CopyCommand, CopyJob, JobDone, JobFailed, MemfdPool, RestoreJob, Stage
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_places
 from shm.layout import ChunkSpan, Plane, StageLayout
 from shm.memfd import create_pool
@@ -181,11 +181,11 @@ class Rig:
         job = CopyJob(3, 1, source, target, tokens, False, packed_positions(tokens, slots[0]))
         return self.run(job, hooks)
 
-    def plan(self, job: CaptureJob | RestoreJob | CopyJob) -> PlannedJob:
+    def plan(self, job: CopyCommand) -> PlannedJob:
         """Check a job and cut it into slices."""
         return plan_job(self.device, self.pool, job)
 
-    def run(self, job: CaptureJob | RestoreJob | CopyJob, hooks: JobHooks = NEVER) -> JobDone | JobFailed:
+    def run(self, job: CopyCommand, hooks: JobHooks = NEVER) -> JobDone | JobFailed:
         """Run one job on its lane."""
         try:
             plan = self.plan(job)

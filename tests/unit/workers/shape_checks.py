@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ipc.messages import CaptureJob, CopyJob, JobDone, JobFailed, RestoreJob
+from ipc.messages import CopyCommand, JobDone, JobFailed
 from shm.extent import ChunkPlace, granules_for
 from shm.rows import unpack_rows
 from tests.support.shape_cases import Bytes, Case, Rows
@@ -30,11 +30,11 @@ class Runner(Protocol):
         """What lies in a place."""
         ...
 
-    def plan(self, job: CaptureJob | RestoreJob | CopyJob) -> PlannedJob:
+    def plan(self, job: CopyCommand) -> PlannedJob:
         """Check a job and cut it into slices."""
         ...
 
-    def run(self, job: CaptureJob | RestoreJob | CopyJob, hooks: JobHooks = ...) -> JobDone | JobFailed:
+    def run(self, job: CopyCommand, hooks: JobHooks = ...) -> JobDone | JobFailed:
         """Run a job."""
         ...
 
@@ -76,6 +76,38 @@ def check_capture_and_restore(runner: Runner, case: Case, length: int, algorithm
             assert report.code in {"bad_tokens", "no_checkpoint"}
             assert report.rows_undefined == ()
             assert np.array_equal(runner.memory, destroyed)
+
+
+def check_digests(runner: Runner, case: Case, wanted: Sequence[int], algorithm: str) -> None:
+    """Digested are the chunks that are asked for, as a capture digests them; nothing is written anywhere."""
+    before = runner.memory.copy()
+    done = runner.run(case.digest_job(wanted))
+    assert isinstance(done, JobDone), done
+    chunks = [case.chunk(before, case.spans[number]) for number in wanted]
+    digests = [runner.digester.digest(algorithm, np.frombuffer(chunk, np.uint8)) for chunk in chunks]
+    assert done.digests == b"".join(digests)
+    assert done.moved_bytes == sum(map(len, chunks))
+    assert np.array_equal(runner.memory, before)
+    report = runner.run(case.digest_job([*wanted, len(case.spans)]))
+    assert isinstance(report, JobFailed)
+    assert report.code == "bad_request"
+
+
+def check_digests_that_are_cancelled(runner: Runner, case: Case, after: int) -> None:
+    """Digests that are cancelled after `after` slices are no digests, and the next ones are right."""
+    job = case.digest_job(range(len(case.spans)))
+    asked: list[int] = []
+
+    def stopped() -> bool:
+        asked.append(1)
+        return len(asked) > after
+
+    report = runner.run(job, JobHooks(stopped, lambda: None))
+    if after >= len(runner.plan(job).slices):
+        assert isinstance(report, JobDone)
+        return
+    assert isinstance(report, JobFailed)
+    assert (report.code, report.rows_undefined) == ("cancelled", ())
 
 
 def check_copy(runner: Runner, case: Case) -> None:

@@ -16,6 +16,8 @@ from tests.unit.workers.shape_checks import (
     check_copy,
     check_copy_that_fails,
     check_copy_that_is_cancelled,
+    check_digests,
+    check_digests_that_are_cancelled,
     rows_in,
 )
 from workers.digest import MLH
@@ -48,6 +50,23 @@ def test_captured_bytes_are_the_models_and_come_back(
 ) -> None:
     with CaseGpu(runtime, case, seed) as gpu:
         check_capture_and_restore(gpu, case, data.draw(st.integers(0, case.tokens)), MLH)
+
+
+@settings(max_examples=60, suppress_health_check=FIXTURES)
+@given(cases(), SEEDS, SLICES, st.data())
+def test_digests_are_those_of_a_capture(
+    runtime: GpuRuntime, case: Case, seed: int, after: int, data: st.DataObject
+) -> None:
+    wanted = sorted(data.draw(st.sets(st.integers(0, len(case.spans) - 1))))
+    with CaseGpu(runtime, case, seed) as gpu:
+        check_digests_that_are_cancelled(gpu, case, after)
+        check_digests(gpu, case, wanted, MLH)
+        check_copy(gpu, case)
+        check_digests(gpu, case, wanted, MLH)
+        before = gpu.cuda.resources()
+        check_capture_and_restore(gpu, case, case.tokens, MLH)
+        check_digests(gpu, case, wanted, MLH)
+        assert gpu.cuda.resources() == before
 
 
 @settings(max_examples=60, suppress_health_check=FIXTURES)

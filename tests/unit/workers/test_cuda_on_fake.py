@@ -1,6 +1,7 @@
 """The GPU device over a runtime of host memory: tables, copies, pools, counts."""
 
 import ctypes
+import resource
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from shm.extent import GRANULE_BYTES, pack_places
 from shm.gpu_runtime import GpuError, GpuRuntime
 from shm.layout import Plane, StageLayout
 from tests.support.layouts import packed_positions, packed_rows, positions, stage_layout
+from tests.unit.workers.fake_gpu import AT_ONCE, UUID
 from tests.unit.workers.gpu_rig import Gpu
 from tests.unit.workers.rig import KEY, NEVER, model_chunk, paged_layout, slot_layout, written_bytes
 from workers.cuda_copier import LOCK_STEP_BYTES
@@ -274,8 +276,13 @@ def test_copies_never_cross_two_registrations_and_chunks_outgrow_staging(runtime
 def test_what_cannot_be_page_locked_is_an_error(runtime: GpuRuntime, library: ctypes.CDLL) -> None:
     gpu = Gpu(runtime, slot_layout())
     library.fail_next(2)
-    with pytest.raises(DeviceFailure, match="page-locking stopped after 0 of"):
-        gpu.cuda.add_shuttle(1, memoryview(bytearray(GRANULE_BYTES)))
+    _, hard = before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
+    try:
+        with pytest.raises(DeviceFailure, match=r"page-locking stopped after 0 of 65536 bytes: .* is 65536 bytes"):
+            gpu.cuda.add_shuttle(1, memoryview(bytearray(GRANULE_BYTES)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
     assert gpu.cuda.resources()["shuttles"] == 1
     gpu.close()
 
@@ -285,3 +292,17 @@ def test_no_such_gpu(runtime: GpuRuntime) -> None:
         CudaDevice.open("GPU-ff", Digester(KEY), slice_bytes=1, staging_bytes=1)
     with pytest.raises(GpuError, match="error 101"):
         runtime.set_device(1)
+
+
+@pytest.mark.parametrize("runtime", [AT_ONCE], indirect=True)
+def test_a_start_for_which_device_memory_is_lacking_says_how_much(runtime: GpuRuntime) -> None:
+    staging_bytes = 8 << 30  # more than the fake has
+    assert runtime.memory_info()[0] == 1
+    device = CudaDevice.open(UUID, Digester(KEY), slice_bytes=1 << 20, staging_bytes=staging_bytes)
+    with pytest.raises(DeviceFailure) as caught:
+        device.copier(LaneKind.CAPTURE)
+    assert caught.value.code == "out_of_memory"
+    assert caught.value.free_bytes == 1
+    # Two slots a lane, and their tables, less what was allocated before.
+    assert 4 * staging_bytes - device.device_bytes < caught.value.wanted_bytes < 4 * staging_bytes + (64 << 20)
+    device.close()

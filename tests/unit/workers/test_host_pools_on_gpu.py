@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ipc.messages import CaptureJob, JobDone, JobFailed, MemfdPool, RestoreJob, Stage
+from ipc.messages import CaptureJob, DigestJob, JobDone, JobFailed, MemfdPool, RestoreJob, Stage
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_places
 from shm.gpu_runtime import GpuRuntime
 from shm.layout import Plane
 from shm.memfd import create_pool
-from shm.rows import pack_rows
+from shm.rows import pack_numbers, pack_rows
 from tests.support.layouts import stage_layout
 from tests.unit.workers.fake_gpu import UUID, build_fake_gpu, fake_runtime
 from tests.unit.workers.rig import KEY, NEVER
@@ -122,6 +122,22 @@ def test_capture_and_restore_in_host_memory(host: Host) -> None:
     del report, now
     pool.close()
     assert host.cuda.resources()["pools"] == host.cuda.resources()["mappings"] == 0
+
+
+def test_digests_in_host_memory_say_how_they_were_made(host: Host) -> None:
+    lane = Lane(LaneKind.CAPTURE, host.cuda.copier(LaneKind.CAPTURE))
+    pool = host.cuda.open_pool(host.stage(), host.descriptor)
+    rows = pack_rows([(700, 300), (3, 200)])
+    order = [*range(700, 1000), *range(3, 203)]
+    before = host.memory.reshape(ROWS, 4096)
+    wanted = [host.digester.digest(XXH3, before[order[256:]].reshape(-1))]
+    for numbers, digests in (((1,), wanted), ((), [])):
+        job = DigestJob(1, 1, (rows,), 500, pack_numbers(numbers), False)
+        done = lane.run(plan_job(host.cuda, pool, job), NEVER)
+        assert isinstance(done, JobDone), done
+        assert (done.algorithm, done.digests) == (XXH3, b"".join(digests))
+    del before
+    pool.close()
 
 
 def test_a_source_that_changes_fails_the_capture(host: Host) -> None:

@@ -23,6 +23,8 @@ from tests.unit.workers.shape_checks import (
     check_copy,
     check_copy_that_fails,
     check_copy_that_is_cancelled,
+    check_digests,
+    check_digests_that_are_cancelled,
     granules_of,
 )
 from workers.device import DeviceFailure, LaneKind, SliceWork
@@ -44,6 +46,15 @@ def rig_of(case: Case, seed: int, *, fragment: bool = False, faults: dict[str, s
         shuttle_granules=granules_of(case),
         pool_bytes=case.pool_bytes,
     )
+
+
+@settings(max_examples=60)
+@given(cases(), st.integers(0, 2**32), st.data())
+def test_digests_are_those_of_a_capture(case: Case, seed: int, data: st.DataObject) -> None:
+    wanted = sorted(data.draw(st.sets(st.integers(0, len(case.spans) - 1))))
+    with rig_of(case, seed) as rig:
+        check_digests_that_are_cancelled(rig, case, data.draw(SLICES))
+        check_digests(rig, case, wanted, XXH3)
 
 
 SEEDS = st.integers(0, 2**32)

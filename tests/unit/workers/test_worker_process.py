@@ -14,6 +14,7 @@ import pytest
 from ipc.lifeline import MAX_DRAINED
 from ipc.messages import (
     ArmFault,
+    BootFailed,
     CancelJob,
     CaptureJob,
     Census,
@@ -259,12 +260,20 @@ def test_a_segment_that_exists_is_not_made_again(supervisor: SmallSupervisor, se
 
 @pytest.mark.parametrize(
     ("faults", "status"),
-    [({"boot_error": "1"}, exit_codes.BOOT_FAILED), ({"no such fault": "1"}, exit_codes.BOOT_FAILED)],
+    [
+        ({"boot_error": "1"}, exit_codes.BOOT_FAILED),
+        ({"boot_oom": str(5 << 20)}, exit_codes.BOOT_FAILED),
+        ({"no such fault": "1"}, exit_codes.BOOT_FAILED),
+    ],
 )
 def test_a_worker_that_cannot_start_says_so_by_its_status(
     supervisor: SmallSupervisor, faults: dict[str, str], status: int
 ) -> None:
     fork_worker(supervisor, faults=faults)
+    said = supervisor.report(BootFailed)
+    assert said.code == ("out_of_memory" if "boot_oom" in faults else "device_error")
+    assert (said.wanted_bytes, said.free_bytes) == ((5 << 20, 1 << 20) if "boot_oom" in faults else (0, 0))
+    supervisor.send(StopWorker())  # heard: it need not wait any longer
     assert supervisor.exited().status == status
 
 

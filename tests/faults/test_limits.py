@@ -1,0 +1,135 @@
+"""Limits of a process: open files, CPUs, and a log that takes nothing."""
+
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stratad.client import Client
+from stratad.errors import DeadlineExceeded, NoSpace
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import FakeEngine, slot_layout
+from tests.support.namespaces import MIB, SmallShm
+from tests.support.wait import wait_until
+
+LAYOUT = slot_layout()
+LARGE = slot_layout(row_bytes=1024)
+ROWS = range(300)
+
+
+def check_round(engine: FakeEngine, conversation: str) -> None:
+    """A new capture restores byte for byte."""
+    engine.fill()
+    expected = engine.contents(ROWS, len(ROWS))
+    engine.capture(conversation, ROWS, ROWS)
+    for pool in engine.pools:
+        pool.buffer[:] = bytes(pool.nbytes)
+    engine.restore(conversation, ROWS)
+    assert engine.contents(ROWS, len(ROWS)) == expected
+
+
+@contextmanager
+def no_more_files(pid: int) -> Iterator[None]:
+    """The process has as many descriptors as it may have."""
+    highest = max(int(name) for name in os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    # What is free below the highest one may still be taken: the limit is on the number, not on the count.
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(len(os.listdir(f"/proc/{pid}/fd")), highest), before[1]))  # noqa: PTH208
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_out_of_descriptors_who_is_there_is_served_and_who_comes_waits() -> None:
+    with DaemonProcess("cpu:1") as daemon, daemon.client() as client, FakeEngine(client, (LAYOUT,)) as engine:
+        check_round(engine, "a")
+        worker = client.stats().workers[0].pid
+        with no_more_files(daemon.pid):
+            with pytest.raises(DeadlineExceeded):
+                daemon.client(deadline_s=0.3)
+            check_round(engine, "a")
+            assert client.stats().workers[0].pid == worker
+        with daemon.client() as other:
+            assert other.stats().health == "ok"
+        assert client.stats().counters.get("internal_errors", 0) == 0
+
+
+def test_a_worker_out_of_descriptors_makes_no_shuttle_and_is_not_ended_by_that() -> None:
+    settings = {"ram.grow_again_s": "0.1"}
+    with DaemonProcess("cpu:1", settings) as daemon, daemon.client() as client, FakeEngine(client, (LARGE,)) as engine:
+        check_round(engine, "a")
+        worker = client.stats().workers[0].pid
+        with no_more_files(worker):
+            with pytest.raises(NoSpace, match=r"this process may have \d+ files open"):
+                engine.capture("large", range(2048), range(2048))
+            assert "[unavailable]" in client.stats().workers[0].detail
+        wait_until(lambda: client.stats().health == "ok", timeout_s=20)
+        engine.capture("large", range(2048), range(2048))
+        check_round(engine, "a")
+        assert [(w.pid, w.deaths) for w in client.stats().workers] == [(worker, 0)]
+
+
+def test_too_few_open_files_for_anybody_is_said_at_the_start() -> None:
+    daemon = DaemonProcess("cpu:1", prefix=("prlimit", "--nofile=64:64", "--"))
+    refused = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20, check=False)
+    daemon.close()
+    assert refused.returncode == 1
+    assert "64 open files are allowed, at least 74 are needed: raise LimitNOFILE" in refused.stderr
+    assert daemon.segments() == []
+
+
+def test_on_one_allowed_cpu_all_workers_share_it() -> None:
+    last = max(os.sched_getaffinity(0))
+    with DaemonProcess("cpu:2", prefix=("taskset", "--cpu-list", str(last))) as daemon, daemon.client() as client:
+        wait_until(lambda: client.stats().health == "ok", timeout_s=20)
+        assert [worker.cpus for worker in client.stats().workers] == [(last,), (last,)]
+        for worker in client.stats().workers:
+            assert psutil.Process(worker.pid).cpu_affinity() == [last]
+        with FakeEngine(client, (LAYOUT, LAYOUT)) as engine:
+            check_round(engine, "a")
+
+
+def test_a_log_on_a_full_disk_stops_nothing_and_goes_on_later() -> None:
+    settings = {"log.level": "debug", "restarts.give_up_after": "1000", "restarts.backoff_cap_s": "0.05"}
+    with SmallShm.make(MIB) as disk:
+        log = disk.folder / "log"
+        with (
+            log.open("ab") as file,
+            DaemonProcess("cpu:1", settings, stderr=file.fileno()) as daemon,
+            daemon.client() as client,
+            FakeEngine(client, (LAYOUT,)) as engine,
+        ):
+            check_round(engine, "a")
+            os.truncate(log, 0)
+            with disk.filled():
+                replace(client)
+                check_round(engine, "b")
+                assert log.stat().st_size == 0
+            replace(client)
+            check_round(engine, "a")
+            text = log.read_text()
+            assert text.count("worker gone") == 2, "what was said meanwhile waits for room"
+            assert text.splitlines()[0].startswith("DEBUG") or text.startswith(("INFO", "WARNING", "ERROR"))
+
+
+def replace(client: Client) -> None:
+    """The worker is killed, and the next one serves."""
+    (before,) = client.stats().workers
+    psutil.Process(before.pid).kill()
+    wait_until(lambda: client.stats().workers[0].deaths > before.deaths and client.stats().health == "ok", 20)
+
+
+def test_without_standard_descriptors_nothing_else_is_logged_to() -> None:
+    prefix = ("sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-')
+    with DaemonProcess("cpu:1", {"log.level": "debug"}, prefix=prefix) as daemon, daemon.client() as client:
+        wait_until(lambda: client.stats().health == "ok", timeout_s=20)
+        for pid in (daemon.pid, client.stats().workers[0].pid):
+            assert Path(f"/proc/{pid}/fd/2").readlink() == Path("/dev/null")
+        with FakeEngine(client, (LAYOUT,)) as engine:
+            check_round(engine, "a")

@@ -1,0 +1,355 @@
+"""One-line changes of the rules, each of which an invariant must catch: the proof that the simulator looks.
+
+A mutant replaces one whole line of a module of the core. Where that line is not there exactly once, the mutant is out
+of date, which is an error too: it must follow the code.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+# Everything that holds classes or functions of the core, and so must be loaded again with it.
+RELOADED: Final = ("stratad.core", "tests.support.simulation")
+
+
+class Mutant(NamedTuple):
+    """A rule that is broken: in `module`, the line `old` becomes `new`. An invariant must catch it within the first
+    `seeds` seeds.
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+    seeds: int = 200
+
+
+class StaleMutant(Exception):
+    """The line that a mutant changes is not there exactly once."""
+
+
+def patched(mutant: Mutant, source: str) -> str:
+    """The module's source with the one line changed.
+
+    Raises:
+        StaleMutant: it is not there exactly once.
+    """
+    lines = source.split("\n")
+    found = [at for at, line in enumerate(lines) if line == mutant.old]
+    if len(found) != 1:
+        raise StaleMutant(f"mutant {mutant.name!r}: {mutant.module} has its line {len(found)} times")
+    lines[found[0]] = mutant.new
+    return "\n".join(lines)
+
+
+def source_of(module: str) -> str:
+    """A module's source as it is."""
+    return (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+
+
+class _Loader(importlib.abc.SourceLoader):
+    """Loads the changed source in place of the file."""
+
+    def __init__(self, module: str, source: str) -> None:
+        self._module = module
+        self._source = source
+
+    def get_filename(self, fullname: str) -> str:
+        return f"<{self._module}, changed>"
+
+    def get_data(self, path: str) -> bytes:
+        return self._source.encode()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module, changed."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+        self._source = patched(mutant, source_of(mutant.module))
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._mutant.module:
+            return None
+        return importlib.util.spec_from_loader(fullname, _Loader(fullname, self._source))
+
+
+def install(mutant: Mutant) -> None:
+    """From now on this process has the changed core. There is no way back: it is a process of its own."""
+    finder = _Finder(mutant)
+    keep = __name__
+    for name in [name for name in sys.modules if name.startswith(RELOADED) and name != keep]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, finder)
+
+
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    # --- extents -----------------------------------------------------------------------------------------------------
+    Mutant(
+        "a put is published while a part of it is still copied",
+        "stratad.core.puts",
+        "        return not self.copying and self.begun_rows == self.row_count",
+        "        return self.begun_rows == self.row_count",
+    ),
+    Mutant(
+        "a hung worker's extents and rows are free before its end is proven",
+        "stratad.core.jobs",
+        '            arenas.kill(state, worker, "worker_hung", f"job {late[0]} passed its deadline")',
+        '            arenas.kill(state, worker, "worker_hung", "late"); worker_gone(state, worker, "worker_hung", "late")',  # noqa: E501
+    ),
+    Mutant(
+        "extents of a dropped image are free although a restore reads them",
+        "stratad.core.catalog",
+        "        if chunk.reads:",
+        "        if False:",
+    ),
+    Mutant(
+        "extents of duplicate chunks are lost",
+        "stratad.core.catalog",
+        "                    self.arenas[worker].free(place.extents)",
+        "                    pass",
+    ),
+    Mutant(
+        "the last granule of what is freed is forgotten",
+        "stratad.core.arena",
+        "            count = extent.length_bytes // GRANULE_BYTES",
+        "            count = max(extent.length_bytes // GRANULE_BYTES - 1, 1)",
+    ),
+    Mutant(
+        "references are counted as one",
+        "stratad.core.catalog",
+        "                chunk.references += 1",
+        "                chunk.references = 1",
+    ),
+    # --- workers ------------------------------------------------------------------------------------------------------
+    Mutant(
+        "the next worker is started before the former is gone",
+        "stratad.core.arenas",
+        "    worker.state = WorkerState.KILLED",
+        "    worker.state = WorkerState.DEAD",
+    ),
+    Mutant(
+        "a worker that was told to die is given jobs",
+        "stratad.core.state",
+        "        return self.state is WorkerState.READY",
+        "        return self.state in (WorkerState.READY, WorkerState.KILLED)",
+        seeds=900,
+    ),
+    Mutant(
+        "a new worker is believed to map what the former did",
+        "stratad.core.core",
+        "        worker.mapped.clear()",
+        "        pass",
+    ),
+    Mutant(
+        "the jobs of a dead worker are forgotten",
+        "stratad.core.core",
+        '        jobs.worker_gone(state, worker, code, f"worker {name} (pid {worker.pid}): {reason}")',
+        "        pass",
+    ),
+    Mutant(
+        "a shuttle that was never finished stays in /dev/shm",
+        "stratad.core.arenas",
+        "        state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, worker.making)))",
+        "        pass",
+        seeds=600,
+    ),
+    # --- rows ---------------------------------------------------------------------------------------------------------
+    Mutant(
+        "rows are told free when the first stage has read them",
+        "stratad.core.jobs",
+        "    others = all(r.state in (StageState.FREE, StageState.DONE) for r in op.stages)",
+        "    others = True",
+    ),
+    Mutant(
+        "fences are lowered when an operation is cancelled",
+        "stratad.core.jobs",
+        "            state.out.append(SendTo(run.worker, CancelJob(run.job)))",
+        "            state.out.append(SendTo(run.worker, CancelJob(run.job))); _lower(state, op, run.stage)",
+    ),
+    Mutant(
+        "a cancelled operation is answered before its workers have",
+        "stratad.core.jobs",
+        "    op.cancelled = True",
+        '    op.cancelled = True; state.reply(op.client, Failed(op.seq, "cancelled", "at once"))',
+    ),
+    Mutant(
+        "rows that a killed worker may have written are not told",
+        "stratad.core.jobs",
+        "        _fail_stage(state, op, run, code, message, rows_undefined=written.packed if written is not None else ())",  # noqa: E501
+        "        _fail_stage(state, op, run, code, message, rows_undefined=())",
+        seeds=600,
+    ),
+    Mutant(
+        "a writer may share rows with readers",
+        "stratad.core.fences",
+        "            if not (fence.writes or other.writes):",
+        "            if not (fence.writes and other.writes):",
+    ),
+    # --- images -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "pinned images are evicted",
+        "stratad.core.images",
+        "        return not (self.pinned or self.readers or self.taken)",
+        "        return not (self.readers or self.taken)",
+    ),
+    Mutant(
+        "images that are being read are evicted",
+        "stratad.core.images",
+        "        return not (self.pinned or self.readers or self.taken)",
+        "        return not (self.pinned or self.taken)",
+    ),
+    Mutant(
+        "images that are being taken are evicted",
+        "stratad.core.images",
+        "        return not (self.pinned or self.readers or self.taken)",
+        "        return not (self.pinned or self.readers)",
+    ),
+    Mutant(
+        "a take gives the image up before the client has acknowledged",
+        "stratad.core.jobs",
+        "        engine.takes.add(image.image_id)  # `taken` stays up until the client acknowledges or is gone",
+        "        state.catalog.drop(image)",
+    ),
+    Mutant(
+        "an image that supersedes a pinned one is not pinned",
+        "stratad.core.catalog",
+        "            image.pinned = previous.pinned",
+        "            pass",
+    ),
+    Mutant(
+        "a failed stage does not fail a restore",
+        "stratad.core.jobs",
+        '    failed = next((run.outcome for run in op.stages if run.outcome is not None and run.outcome.state == "failed"), None)',  # noqa: E501
+        '    failed = next((r.outcome for r in op.stages if r.outcome and r.outcome.state == "failed" and op.captures), None)',  # noqa: E501
+    ),
+    Mutant(
+        "one token more is told captured than was",
+        "stratad.core.jobs",
+        "    state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))",  # noqa: E501
+        "    state.reply(op.client, Captured(op.seq, image.image_id, op.token_count + 1, image_bytes, 0, op.outcomes))",
+    ),
+    # --- damage -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "an image with a damaged chunk is not flagged",
+        "stratad.core.jobs",
+        '    if report.code == "damaged" and 0 <= report.chunk < len(stored):',
+        '    if report.code == "broken" and 0 <= report.chunk < len(stored):',
+        seeds=600,
+    ),
+    Mutant(
+        "the next capture is deduplicated against a damaged chunk",
+        "stratad.core.catalog",
+        "        if self.chunks.get(chunk.key) is chunk:",
+        "        if False:",
+        seeds=600,
+    ),
+    Mutant(
+        "damaged images are found by their tokens",
+        "stratad.core.catalog",
+        "            if image.image_id in self.images:",
+        "            if image.image_id in self.transits:",
+        seeds=600,
+    ),
+    # --- the journal --------------------------------------------------------------------------------------------------
+    Mutant(
+        "a client is told of an image before its record is written",
+        "stratad.core.journaling",
+        "    append(state, [record], written, not_written)",
+        "    written(state); append(state, [record], lambda _: None, lambda _state, _error: None)",
+    ),
+    Mutant(
+        "the end of an image is not recorded",
+        "stratad.core.journaling",
+        "    append(state, records, written, otherwise)",
+        "    written(state)",
+    ),
+    Mutant(
+        "what could not be written counts as written",
+        "stratad.core.journaling",
+        "    if error:",
+        "    if False:",
+    ),
+    Mutant(
+        "a record does not end the image that it supersedes",
+        "stratad.core.journaling",
+        "        supersedes=previous.image_id if previous is not None else 0,",
+        "        supersedes=0,",
+    ),
+    Mutant(
+        "a record forgets the pin of the image that it supersedes",
+        "stratad.core.journaling",
+        "        pinned=previous is not None and previous.pinned,",
+        "        pinned=False,",
+    ),
+    Mutant(
+        "a process captures that the journal does not name",
+        "stratad.core.queue",
+        "        if not state.workers[name].recorded:",
+        "        if False:",
+        seeds=600,
+    ),
+    # --- the next daemon ----------------------------------------------------------------------------------------------
+    Mutant(
+        "a worker is started while the former daemon's still lives",
+        "stratad.core.adoption",
+        "            worker.state = WorkerState.AWAITING",
+        "            pass",
+    ),
+    Mutant(
+        "former workers that hang are not killed",
+        "stratad.core.adoption",
+        "            state.out.append(KillFormer(worker.name))",
+        "            pass",
+        seeds=900,
+    ),
+    Mutant(
+        "what was superseded comes back with the next daemon",
+        "stratad.core.records",
+        "                images.pop(record.supersedes, None)",
+        "                pass",
+    ),
+    Mutant(
+        "what was dropped comes back with the next daemon",
+        "stratad.core.records",
+        "                    images.pop(image_id, None)",
+        "                    pass",
+    ),
+    Mutant(
+        "adopted chunks are counted as referenced once",
+        "stratad.core.catalog",
+        "            chunk.references += 1",
+        "            chunk.references = 1",
+        seeds=600,
+    ),
+    Mutant(
+        "known damage is forgotten with the daemon",
+        "stratad.core.catalog",
+        "        image.damaged = any(chunk.damaged for chunk in image.chunks())",
+        "        image.damaged = False",
+        seeds=900,
+    ),
+    Mutant(
+        "shuttles are written although a process lives whose end cannot be proven",
+        "stratad.core.adoption",
+        "    sealed = worker.name in legacy.journal.workers and not legacy.same_pids",
+        "    sealed = False",
+        seeds=900,
+    ),
+    Mutant(
+        "a shuttle that a former worker made late stays in /dev/shm",
+        "stratad.core.adoption",
+        "        if index not in worker.sizes:",
+        "        if False:",
+        seeds=900,
+    ),
+)
