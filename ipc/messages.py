@@ -23,6 +23,9 @@ DIGEST_BYTES: Final = 16
 EXCHANGE_ROW_BYTES: Final = 4096
 PART_NAME_CHARS: Final = 256
 PART_META_CHARS: Final = 512
+# Operations whose copies can be made to fail on order, and how (see `FaultArm`).
+FAULT_OPS: Final = ("capture", "restore", "take", "slot_to", "slot_from", "slot_direct")
+FAULT_KINDS: Final = ("error", "exception", "oom", "kill", "hang", "corrupt", "slow")
 # An engine's slots are numbered below this: each of them can be marked, and the daemon keeps every mark.
 SLOT_LIMIT: Final = 65_536
 TOKEN_BYTES: Final = 4
@@ -265,6 +268,19 @@ class MemoryProcess(msgspec.Struct, frozen=True):
     slope_bytes_per_hour: float | None
     residual_slope_bytes_per_hour: float | None
     series: MemorySeries
+
+
+class FaultInfo(msgspec.Struct, frozen=True):
+    """One armed fault: at the worker `worker` it waits for copy number `at`, counted from its arming, of operation `op`
+    in stage `stage`.
+    """
+
+    fault: int
+    op: str
+    stage: int
+    kind: str
+    at: int
+    worker: str
 
 
 class MemoryArena(msgspec.Struct, frozen=True):
@@ -666,6 +682,36 @@ class Cancel(Message, frozen=True, tag="cancel"):
     target_seq: int
 
 
+class FaultArm(Message, frozen=True, tag="fault_arm"):
+    """Arm one fault: copy number `at` from now (1: the next slice) of operation `op` in stage `stage` fails in the way
+    of `kind`. Answer: `Faults` with this one.
+
+    It is armed at the worker that serves this stage of `engine_id`, or of every registered engine when that is 0; these
+    must be one worker. Only an admin may, and only in a daemon that was started to allow it. A fault strikes once, and
+    ends with the worker's process.
+    """
+
+    seq: int
+    op: str
+    stage: int
+    kind: str
+    at: int = 1
+    engine_id: int = 0
+
+
+class FaultList(Message, frozen=True, tag="fault_list"):
+    """Armed faults that have not struck. Answer: `Faults`."""
+
+    seq: int
+
+
+class FaultDisarm(Message, frozen=True, tag="fault_disarm"):
+    """Take back the armed fault `fault`, or all (0). Answer: `Done` with how many."""
+
+    seq: int
+    fault: int = 0
+
+
 class Goodbye(Message, frozen=True, tag="goodbye"):
     """The client closes on purpose."""
 
@@ -705,6 +751,9 @@ Request: TypeAlias = (
     | ListImages
     | Show
     | Cancel
+    | FaultArm
+    | FaultList
+    | FaultDisarm
     | Goodbye
 )
 
@@ -951,6 +1000,14 @@ class ChunkInfo(msgspec.Struct, frozen=True):
     segments: tuple[str, ...]
 
 
+class Faults(Message, frozen=True, tag="faults"):
+    """Armed faults that have not struck, and how often each fault point of the daemon was passed since its start."""
+
+    seq: int
+    faults: tuple[FaultInfo, ...]
+    points: dict[str, int] = {}
+
+
 class Failed(Message, frozen=True, tag="failed"):
     """Final reply of a request that failed. `code` is one of `stratad.errors`; `stage` is the lowest failing one (-1:
     none). `seq` is -1 where the request could not be read at all.
@@ -985,6 +1042,7 @@ Reply: TypeAlias = (
     | MemoryReply
     | Images
     | ImageDetail
+    | Faults
     | Failed
 )
 
@@ -1021,7 +1079,8 @@ class ClosePool(Message, frozen=True, tag="close_pool"):
 
 class CaptureJob(Message, frozen=True, tag="capture_job"):
     """Copy rows of a pool into places. The chunks are `layout.chunks(tokens, positions)`, in that order, one place
-    each. `poll_event` asks the worker to poll the pool's event before it starts.
+    each. `poll_event` asks the worker to poll the pool's event before it starts. `op` and `stage` say what the job is
+    part of, for ordered faults.
     """
 
     job: int
@@ -1032,6 +1091,8 @@ class CaptureJob(Message, frozen=True, tag="capture_job"):
     poll_event: bool
     positions: bytes = b""
     event_wait_s: float = 30.0
+    op: str = ""
+    stage: int = -1
 
 
 class RestoreJob(Message, frozen=True, tag="restore_job"):
@@ -1052,6 +1113,8 @@ class RestoreJob(Message, frozen=True, tag="restore_job"):
     poll_event: bool
     positions: bytes = b""
     event_wait_s: float = 30.0
+    op: str = ""
+    stage: int = -1
 
 
 class CopyJob(Message, frozen=True, tag="copy_job"):
@@ -1065,6 +1128,8 @@ class CopyJob(Message, frozen=True, tag="copy_job"):
     poll_event: bool
     positions: bytes = b""
     event_wait_s: float = 30.0
+    op: str = ""
+    stage: int = -1
 
 
 class DigestJob(Message, frozen=True, tag="digest_job"):
@@ -1088,6 +1153,22 @@ class CancelJob(Message, frozen=True, tag="cancel_job"):
     job: int
 
 
+class ArmFault(Message, frozen=True, tag="arm_fault"):
+    """Have copy number `at` from now of operation `op` in stage `stage` fail in the way of `kind`."""
+
+    fault: int
+    op: str
+    stage: int
+    kind: str
+    at: int
+
+
+class DisarmFault(Message, frozen=True, tag="disarm_fault"):
+    """Forget an armed fault."""
+
+    fault: int
+
+
 class TakeCensus(Message, frozen=True, tag="take_census"):
     """Ask for the worker's counters."""
 
@@ -1107,6 +1188,8 @@ Command: TypeAlias = (
     | CopyJob
     | DigestJob
     | CancelJob
+    | ArmFault
+    | DisarmFault
     | TakeCensus
     | StopWorker
 )
@@ -1224,6 +1307,12 @@ class JobFailed(Message, frozen=True, tag="job_failed"):
     moved_bytes: int = 0
 
 
+class FaultStruck(Message, frozen=True, tag="fault_struck"):
+    """An armed fault strikes now (one that kills the process may not get to say so)."""
+
+    fault: int
+
+
 class Census(Message, frozen=True, tag="census"):
     """Counters of a worker: streams, events, staging_bytes, registrations, pools, jobs_done, ..."""
 
@@ -1243,6 +1332,7 @@ Report: TypeAlias = (
     | SourceFree
     | JobDone
     | JobFailed
+    | FaultStruck
     | Census
 )
 
@@ -1254,7 +1344,7 @@ class WorkerSpec(Message, frozen=True, tag="fork"):
 
     `identity` is the name on the worker socket; it holds a secret, so that nobody else can speak as this worker.
     `digest_key` is the host's 256-bit seed; it never leaves the daemon's processes and is never logged. `faults` is
-    empty except in tests (see `workers.faulty`).
+    empty except in tests (see `workers.faulty`); with `allow_faults` more may be armed later.
     """
 
     worker: str
@@ -1274,6 +1364,7 @@ class WorkerSpec(Message, frozen=True, tag="fork"):
     log_format: str = "text"
     identity: bytes = b""
     faults: dict[str, str] = {}
+    allow_faults: bool = False
 
 
 TemplateOrder: TypeAlias = WorkerSpec

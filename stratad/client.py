@@ -31,6 +31,11 @@ from ipc.messages import (
     Copied,
     Done,
     Drop,
+    FaultArm,
+    FaultDisarm,
+    FaultInfo,
+    FaultList,
+    Faults,
     Goodbye,
     ImageDetail,
     ImageInfo,
@@ -426,6 +431,33 @@ class Client:
     ) -> ImageDetail:
         """`show` for coroutines."""
         return await self.wait_async(self._show_call(namespace, conversation, image_id, deadline_s), ImageDetail)
+
+    # --- ordered faults, for tests -----------------------------------------------------------------------------------
+
+    def arm_fault(
+        self, op: str, stage: int, kind: str, *, at: int = 1, engine_id: int = 0, deadline_s: float | None = None
+    ) -> FaultInfo:
+        """Have copy number `at` from now (1: the next) of operation `op` in stage `stage` fail in the way of `kind`;
+        see `ipc.messages.FaultArm`.
+
+        Raises:
+            UsageError: no such fault, no one worker that serves the stage, or the daemon does not allow it (code
+                ``faults_off``) or not to this user.
+            Busy: the worker is not ready.
+        """
+        until_s = self.until_s(deadline_s)
+        call = Call("arm_fault", lambda _, seq: FaultArm(seq, op, stage, kind, at, engine_id), Faults, until_s)
+        return self.wait(call, Faults).faults[0]
+
+    def faults(self, *, deadline_s: float | None = None) -> Faults:
+        """Armed faults that have not struck, and how often each fault point was passed."""
+        until_s = self.until_s(deadline_s)
+        return self.wait(Call("faults", lambda _, seq: FaultList(seq), Faults, until_s, retry=True), Faults)
+
+    def disarm_fault(self, fault: int = 0, *, deadline_s: float | None = None) -> int:
+        """Take back an armed fault, or all (0); returns how many."""
+        until_s = self.until_s(deadline_s)
+        return self.wait(Call("disarm_fault", lambda _, seq: FaultDisarm(seq, fault), Done, until_s), Done).count
 
     @property
     def welcome(self) -> Welcome:

@@ -24,6 +24,7 @@ from stratad import __version__
 from stratad.access import AUTO, AccessError, check_names
 from stratad.config_text import MEANINGS, SIZE_FORM, exact_size, in_words
 from stratad.devices import Devices, parse_devices
+from stratad.fault_points import DieAt
 from stratad.paths import PathError, default_run_dir, default_state_dir, socket_paths
 
 KIB: Final = 1024
@@ -141,9 +142,14 @@ class MemoryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TestingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For tests only. `worker_faults`: ``worker[#generation]/fault=when,...`` (see `workers.faulty`)."""
+    """For tests only. `worker_faults`: ``worker[#generation]/fault=when,...`` (see `workers.faulty`). With
+    `allow_faults` admins may arm more of them at run time, and the supervisor kills itself at the fault point `die_at`
+    (see `stratad.fault_points`).
+    """
 
     worker_faults: Annotated[str, Meta(pattern=r"\A([A-Za-z0-9:-]+(#[0-9]+)?/[a-z_.]+=[^,=/]+(,(?!\Z)|\Z))*\Z")] = ""
+    allow_faults: bool = False
+    die_at: str = ""
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -391,6 +397,7 @@ def _check_together(config: Config) -> None:
             f"restarts.backoff_cap_s = {restarts.backoff_cap_s} must be at least "
             f"restarts.backoff_first_s = {restarts.backoff_first_s}"
         )
+    _check_die_at(config.testing)
     try:
         check_names(config.access.admins, config.access.users, config.access.groups)
     except AccessError as exc:
@@ -399,6 +406,17 @@ def _check_together(config: Config) -> None:
         check_socket_path(socket_paths(Path(config.daemon.run_dir), config.daemon.instance).client)
     except RunDirError as exc:
         raise ConfigError(f"daemon.run_dir = {config.daemon.run_dir!r}: {exc}") from exc
+
+
+def _check_die_at(testing: TestingConfig) -> None:
+    if not testing.die_at:
+        return
+    if not testing.allow_faults:
+        raise ConfigError(f"testing.die_at = {testing.die_at!r} needs testing.allow_faults = true")
+    try:
+        DieAt.parse(testing.die_at)
+    except ValueError as exc:
+        raise ConfigError(f"testing.die_at = {testing.die_at!r}: {exc}") from exc
 
 
 def _toml(value: object) -> str:

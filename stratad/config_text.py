@@ -48,6 +48,8 @@ MEANINGS: Final[dict[str, str]] = {
     "log.level": "least severity that is logged: debug, info, warning or error",
     "log.format": "form of a log line: text or json",
     "testing.worker_faults": "for tests only: faults of workers, worker[#generation]/fault=when,...",
+    "testing.allow_faults": "for tests only: admins may arm faults in running workers (true or false)",
+    "testing.die_at": "for tests only: fault point at which the daemon kills itself, as SendTo.CaptureJob:before#2",
 }
 _FORMS: Final = {
     "daemon.instance": INSTANCE_FORM,

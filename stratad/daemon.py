@@ -32,6 +32,7 @@ from stratad.core.memory_tracks import MemorySettings
 from stratad.core.records import replay
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
+from stratad.fault_points import DieAt, FaultPoints
 from stratad.journal import Journal, JournalError, journal_path, read_journal, remove_journal
 from stratad.keys import load_digest_key
 from stratad.links import Endpoints
@@ -52,6 +53,7 @@ DEFAULT_CPU_WORKERS: Final = 2
 AUTO_SHARE: Final = 0.25
 LEAST_SHUTTLE_BYTES: Final = 2 * GRANULE_BYTES  # a header and a chunk
 TEMPLATE_END_S: Final = 1.0
+REACHED_POINTS: Final = "fault_points"  # in the state directory: those that were passed, one a line
 # A step of the start: to free a dead daemon's arena, or to wake a driver that no process keeps loaded.
 START_STEP_S: Final = 60.0
 
@@ -101,6 +103,7 @@ def run(config: Config, notifier: Notifier) -> int:
             stop_s=config.deadlines.stop_s,
             unread_s=config.deadlines.unread_s,
             notifier=notifier,
+            points=_fault_points(config),
         )
         stack.callback(lambda: supervisor.close(TEMPLATE_END_S))
         _become_subreaper()
@@ -259,6 +262,7 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after
         ),
         admins=access.admins,
+        allow_faults=config.testing.allow_faults,
         shown=(
             ("copy.parallel", str(config.copy.parallel).lower()),
             ("copy.chunk_tokens", str(config.copy.chunk_tokens)),
@@ -267,6 +271,7 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
             ("ram.shuttle_bytes", str(shuttle_bytes)),
             ("ram.arena_bytes_per_worker", str(arena_bytes)),
             ("cpu_device.link_bytes_per_s", str(config.cpu_device.link_bytes_per_s)),
+            *((("testing.allow_faults", "true"),) if config.testing.allow_faults else ()),
         ),
     )
 
@@ -304,7 +309,18 @@ def _spec(config: Config, paths: SocketPaths, key: bytes, device: DeviceSpec) ->
         log_level=config.log.level,
         log_format=config.log.format,
         faults=_faults(config.testing.worker_faults, device.worker),
+        allow_faults=config.testing.allow_faults,
     )
+
+
+def _fault_points(config: Config) -> FaultPoints | None:
+    """The points at which this daemon may be made to die; None in one that is no test."""
+    testing = config.testing
+    if not testing.allow_faults:
+        return None
+    log.warning("faults may be ordered: this daemon is for tests", extra=fields(die_at=testing.die_at or "-"))
+    die_at = DieAt.parse(testing.die_at) if testing.die_at else None
+    return FaultPoints(die_at, Path(config.daemon.state_dir) / REACHED_POINTS)
 
 
 def _faults(orders: str, worker: str) -> dict[str, str]:

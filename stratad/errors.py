@@ -105,6 +105,7 @@ CODES: Final[dict[str, type[StratadError]]] = {
     "hello_first": UsageError,
     "not_registered": UsageError,
     "not_permitted": UsageError,
+    "faults_off": UsageError,
     "bad_value": UsageError,
     "bad_layout": UsageError,
     "bad_rows": UsageError,

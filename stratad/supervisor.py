@@ -20,6 +20,7 @@ from ipc.lifeline import Life, Lifeline, Refused
 from ipc.logs import fields
 from ipc.messages import (
     Failed,
+    Faults,
     Hello,
     MemfdPool,
     Register,
@@ -61,6 +62,7 @@ from stratad.core.registration import STAGE_LIMIT
 from stratad.core.state import Instant
 from stratad.core.views import status_line
 from stratad.descriptors import WorkerChannel
+from stratad.fault_points import FaultPoints
 from stratad.journal import Journal, JournalError
 from stratad.links import ClientLink, ClientLinks, Endpoints, RefusalLog, WorkerLink
 from stratad.lock import InstanceLock, InstanceLocked
@@ -103,8 +105,10 @@ class Supervisor:
         stop_s: float,
         unread_s: float,
         notifier: Notifier,
+        points: FaultPoints | None = None,
     ) -> None:
         self._core = core
+        self._points = points
         self._notifier = notifier
         self._clients, self._workers, self._listener = endpoints
         self._processes = processes
@@ -553,43 +557,51 @@ class Supervisor:
     def _perform(self, effects: Iterable[Effect]) -> None:
         """Carry effects out in order; clients that are to be dropped go after the last, since their end has effects."""
         for effect in effects:
-            match effect:
-                case SendTo():
-                    self._send_to(effect)
-                case ReplyTo():
-                    self._reply_to(effect.client, effect.message)
-                case LogLine():
-                    log.log(LEVELS[effect.level], "%s", effect.message, extra=fields(**dict(effect.fields)))
-                case ForwardDescriptor():
-                    self._forward(effect)
-                case CloseDescriptor():
-                    self._close_descriptor(effect)
-                case SpawnWorker():
-                    self._spawn(effect)
-                case KillWorker():
-                    self._kill(effect)
-                case Append():
-                    self._append(effect)
-                case WatchFormer():
-                    self._watch_former(effect)
-                case KillFormer():
-                    self._kill_former(effect.worker)
-                case UnlinkSegment():
-                    remove_segment(effect.segment)
-                case SampleMemory():
-                    self._sample_memory(effect)
-                case DropClient():
-                    self._dropped.append(effect.client)
-                case AwaitEnd():
-                    self._await_end(effect)
-                case StopAwaiting():
-                    self._stop_awaiting(effect.client)
-                case _:
-                    assert_never(effect)
+            if self._points is None:
+                self._carry_out(effect)
+            else:
+                self._points.pass_by(effect, "before")
+                self._carry_out(effect)
+                self._points.pass_by(effect, "after")
         while self._dropped:
             link = self._links.get(self._dropped.pop(0))
             if link is not None:
                 self._drop_client(link)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case SendTo():
+                self._send_to(effect)
+            case ReplyTo():
+                self._reply_to(effect.client, effect.message)
+            case LogLine():
+                log.log(LEVELS[effect.level], "%s", effect.message, extra=fields(**dict(effect.fields)))
+            case ForwardDescriptor():
+                self._forward(effect)
+            case CloseDescriptor():
+                self._close_descriptor(effect)
+            case SpawnWorker():
+                self._spawn(effect)
+            case KillWorker():
+                self._kill(effect)
+            case Append():
+                self._append(effect)
+            case WatchFormer():
+                self._watch_former(effect)
+            case KillFormer():
+                self._kill_former(effect.worker)
+            case UnlinkSegment():
+                remove_segment(effect.segment)
+            case SampleMemory():
+                self._sample_memory(effect)
+            case DropClient():
+                self._dropped.append(effect.client)
+            case AwaitEnd():
+                self._await_end(effect)
+            case StopAwaiting():
+                self._stop_awaiting(effect.client)
+            case _:
+                assert_never(effect)
 
     def _append(self, effect: Append) -> None:
         error = ""
@@ -669,6 +681,8 @@ class Supervisor:
             message = msgspec.structs.replace(
                 message, memory=ledger.resident(self._members(message)), journal_bytes=self._journal.file_bytes
             )
+        elif isinstance(message, Faults) and self._points is not None:
+            message = msgspec.structs.replace(message, points=dict(self._points.passed))
         try:
             frame = encode(message)
         except EncodeError as exc:

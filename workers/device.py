@@ -106,11 +106,15 @@ class DevicePool(Protocol):
 
 
 class SliceWork(NamedTuple):
-    """Consecutive chunks of one job; `rows` has one entry a group of the pool's layout."""
+    """Consecutive chunks of one job; `rows` has one entry a group of the pool's layout. `op` and `stage` say what the
+    job is part of (for `workers.faulty`).
+    """
 
     pool: DevicePool
     rows: tuple[RowMap, ...]
     chunks: tuple[ChunkWork, ...]
+    op: str = ""
+    stage: int = -1
 
 
 class CopyTimes(NamedTuple):

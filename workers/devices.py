@@ -4,11 +4,21 @@ from ipc.messages import WorkerSpec
 from workers.cpu_device import CpuDevice
 from workers.device import Device
 from workers.digest import Digester
+from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
 
 
-def make_device(spec: WorkerSpec, digester: Digester) -> Device:
-    """The device that a spec names, wrapped where the spec asks for faults.
+def fault_book(spec: WorkerSpec) -> FaultBook | None:
+    """The faults that are ordered, and may be armed later, where the spec has or allows any.
+
+    Raises:
+        ValueError: an order that cannot be.
+    """
+    return FaultBook(spec.faults) if spec.faults or spec.allow_faults else None
+
+
+def make_device(spec: WorkerSpec, digester: Digester, faults: FaultBook | None = None) -> Device:
+    """The device that a spec names, wrapped where there may be faults.
 
     Raises:
         DeviceFailure: it cannot be had.
@@ -25,4 +35,4 @@ def make_device(spec: WorkerSpec, digester: Digester) -> Device:
             slice_bytes=spec.slice_bytes,
             staging_bytes=spec.staging_bytes,
         )
-    return FaultyDevice(device, spec.faults) if spec.faults else device
+    return FaultyDevice(device, faults) if faults is not None else device

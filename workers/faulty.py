@@ -1,16 +1,19 @@
-"""A device that fails on order, for tests: `WorkerSpec.faults` maps the name of a fault to when it strikes.
+"""A device that fails on order, for tests (see `workers.fault_orders` for when).
 
 ===================== ====================================================================================
 fault                 what happens
 ===================== ====================================================================================
+``slow_copy``         the copy takes `SLOW_S` more and ends well
 ``copy_error``        the copy fails with ``device_error``
+``copy_exception``    something that nobody expects is raised in the middle of the copy
 ``copy_oom``          the copy fails with ``out_of_memory``
 ``copy_sticky``       the copy fails and the device is of no more use
 ``copy_stall``        the copy never ends
 ``copy_kill``         the process kills itself in the middle of the copy
-``flip_source``       a byte of the pool's first captured row changes between digest and copy
-``event_stuck``       the engine's event is never reached (any value)
+``flip_source``       a byte of the slice's first row changes between digest and copy
+``flip_shuttle``      a byte of the slice's first chunk changes in its shuttle before it is verified
 ``drain_error``       what the copy left running cannot be waited for
+``event_stuck``       the engine's event is never reached (any value)
 ``copy_exit``         the process exits by itself in the middle of the copy, with status 1
 ``shuttle_error``     the shuttle with this index cannot be page-locked
 ``shuttle_kill``      the process kills itself while it page-locks the shuttle with this index
@@ -25,9 +28,8 @@ fault                 what happens
 ``leak_bytes``        the first copy leaves that many touched bytes that nobody accounts for
 ===================== ====================================================================================
 
-A copy is one slice of one lane, counted from 1 since the start. ``3`` strikes once, ``3+`` from then on, ``3%`` every
-third one. With ``capture.`` or ``restore.`` before its name a fault concerns that lane alone, else both (each with its
-own count).
+Armed at run time are: error (``copy_error``), exception, oom, kill, hang (``copy_stall``), slow (``slow_copy``) and
+corrupt, which is ``flip_shuttle`` for what reads shuttles, else ``flip_source``.
 """
 
 import os
@@ -39,65 +41,21 @@ from typing import Final, NoReturn
 from ipc.messages import Stage
 from shm.layout import StageLayout
 from workers.device import Copier, CopyTimes, Device, DeviceFailure, DevicePool, LaneKind, PoolRefused, SliceWork
+from workers.fault_orders import FaultBook, Hit
+from workers.shuttle_map import ShuttleMap
 
-FAULTS: Final = frozenset(
-    {
-        "copy_error",
-        "copy_oom",
-        "copy_sticky",
-        "copy_stall",
-        "copy_kill",
-        "copy_exit",
-        "flip_source",
-        "drain_error",
-        "event_stuck",
-        "shuttle_error",
-        "pool_error",
-        "boot_error",
-        "boot_oom",
-        "boot_stall",
-        "shuttle_kill",
-        "shuttle_stall",
-        "pool_close_stall",
-        "leak_bytes",
-        "slow_copy_s",
-        "slow_pool_s",
-    }
-)
+# Long enough for somebody outside to see the operation in flight, and far below any deadline.
+SLOW_S: Final = 0.3
 
 
-class _Faults:
-    """The faults of one lane and how many copies it has begun."""
+class _Slice:
+    """A slice under way and the orders that count it."""
 
-    def __init__(self, orders: dict[str, str], lane: LaneKind) -> None:
-        self._orders: dict[str, str] = {}
-        for name, when in orders.items():
-            prefix, _, rest = name.rpartition(".")
-            if prefix in ("", lane.value):
-                self._orders[rest] = when
-        self.copies = 0
-        self._leaked = b""
+    __slots__ = ("hits", "work")
 
-    def leak(self) -> None:
-        """Leak, once."""
-        if not self._leaked:
-            self._leaked = b"\1" * int(self._orders.get("leak_bytes", "0"))  # zeros would not be touched
-
-    def strikes(self, fault: str, copy: int) -> bool:
-        """Whether the fault strikes this copy."""
-        when = self._orders.get(fault)
-        if when is None:
-            return False
-        if when.endswith("+"):
-            return copy >= int(when[:-1])
-        if when.endswith("%"):
-            return copy % int(when[:-1]) == 0
-        return copy == int(when)
-
-    @property
-    def slow_copy_s(self) -> float:
-        """Seconds that every slice takes more."""
-        return float(self._orders.get("slow_copy_s", "0"))
+    def __init__(self, work: SliceWork, hits: tuple[Hit, ...]) -> None:
+        self.work = work
+        self.hits = list(hits)
 
 
 class FaultyPool:
@@ -140,15 +98,16 @@ class FaultyPool:
 class FaultyCopier:
     """A copier that fails on order."""
 
-    def __init__(self, inner: Copier, faults: _Faults) -> None:
-        self._inner = inner
-        self._faults = faults
-        self._begun = 0
-        self._under_way: list[tuple[SliceWork, int]] = []
-        self._flipped_copy = 0
-        inner.before_copy = self._between
-
     before_copy: Callable[[SliceWork], None] | None = None
+
+    def __init__(self, inner: Copier, lane: LaneKind, faults: FaultBook, shuttles: ShuttleMap) -> None:
+        self._inner = inner
+        self._lane = lane
+        self._faults = faults
+        self._shuttles = shuttles
+        self._slices: dict[int, _Slice] = {}
+        self._leaked = b""
+        inner.before_copy = self._between
 
     @property
     def times(self) -> CopyTimes:
@@ -162,32 +121,36 @@ class FaultyCopier:
 
     def begin_capture(self, slot: int, work: SliceWork) -> None:
         """See `Copier`."""
-        self._inner.begin_capture(slot, self._begin(work))
+        self._inner.begin_capture(slot, self._begin(slot, work).work)
 
     def complete_capture(self, slot: int) -> list[bytes]:
         """See `Copier`."""
-        self._strike()
+        self._strike(self._slices[slot])
         return self._inner.complete_capture(slot)
 
     def begin_digest(self, slot: int, work: SliceWork) -> None:
         """See `Copier`. Counts as a copy, and can be killed like one."""
-        self._inner.begin_digest(slot, self._begin(work))
+        self._inner.begin_digest(slot, self._begin(slot, work).work)
 
     def complete_digest(self, slot: int) -> list[bytes]:
         """See `Copier`."""
-        self._strike()
-        if self._faults.strikes("copy_kill", self._faults.copies):
+        begun = self._slices[slot]
+        self._strike(begun)
+        if self._takes(begun, "copy_kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         return self._inner.complete_digest(slot)
 
     def complete_copy(self, slot: int, target: SliceWork) -> None:
         """See `Copier`."""
-        self._strike()
+        self._strike(self._slices[slot])
         self._inner.complete_copy(slot, _bare(target))
 
     def begin_restore(self, slot: int, work: SliceWork) -> None:
         """See `Copier`."""
-        self._inner.begin_restore(slot, self._begin(work))
+        begun = self._begin(slot, work)
+        if self._takes(begun, "flip_shuttle"):
+            self._shuttles.views(begun.work.chunks[0].place)[0][0] ^= 0xFF
+        self._inner.begin_restore(slot, begun.work)
 
     def verify_restore(self, slot: int) -> None:
         """See `Copier`."""
@@ -195,46 +158,58 @@ class FaultyCopier:
 
     def scatter_restore(self, slot: int) -> None:
         """See `Copier`."""
-        self._strike()
+        self._strike(self._slices[slot])
         self._inner.scatter_restore(slot)
 
     def drain(self) -> None:
         """See `Copier`."""
-        self._under_way.clear()
-        self._begun = self._faults.copies
+        self._slices.clear()
+        self._faults.settle(self._lane)
         self._inner.drain()
-        if self._faults.strikes("drain_error", self._faults.copies):
+        if self._faults.drain_fails(self._lane):
             raise DeviceFailure("device_error", "ordered failure of a wait")
 
-    def _begin(self, work: SliceWork) -> SliceWork:
-        bare = _bare(work)
-        self._begun += 1
-        self._under_way = [*self._under_way[-1:], (bare, self._begun)]
-        return bare
+    def _begin(self, slot: int, work: SliceWork) -> _Slice:
+        begun = self._slices[slot] = _Slice(_bare(work), self._faults.begin(self._lane, work.op, work.stage))
+        return begun
 
-    def _strike(self) -> None:
-        faults = self._faults
-        faults.copies += 1
-        faults.leak()
-        if faults.slow_copy_s:
-            time.sleep(faults.slow_copy_s)
-        if faults.strikes("copy_error", faults.copies):
+    def _takes(self, begun: _Slice, fault: str) -> bool:
+        """Whether a fault strikes a slice now; the same order does so once a slice."""
+        for hit in begun.hits:
+            if hit.order.fault == fault and hit.order.strikes(hit.copy):
+                begun.hits.remove(hit)
+                self._faults.struck(hit.order)
+                return True
+        return False
+
+    def _strike(self, begun: _Slice) -> None:
+        for hit in begun.hits:
+            hit.order.done = hit.copy
+        if not self._leaked:  # once; zeros would not be touched
+            self._leaked = b"\1" * int(self._faults.setting("leak_bytes", self._lane) or 0)
+        slow_s = float(self._faults.setting("slow_copy_s", self._lane) or 0)
+        if slow_s:
+            time.sleep(slow_s)
+        if self._takes(begun, "slow_copy"):
+            time.sleep(SLOW_S)
+        if self._takes(begun, "copy_error"):
             raise DeviceFailure("device_error", "ordered failure of a copy")
-        if faults.strikes("copy_oom", faults.copies):
+        if self._takes(begun, "copy_exception"):
+            raise RuntimeError("ordered exception in a copy")
+        if self._takes(begun, "copy_oom"):
             raise DeviceFailure("out_of_memory", "ordered lack of memory")
-        if faults.strikes("copy_sticky", faults.copies):
+        if self._takes(begun, "copy_sticky"):
             raise DeviceFailure("device_error", "ordered loss of the device", sticky=True)
-        if faults.strikes("copy_stall", faults.copies):
+        if self._takes(begun, "copy_stall"):
             _stall()
-        if faults.strikes("copy_exit", faults.copies):
+        if self._takes(begun, "copy_exit"):
             os._exit(1)
 
     def _between(self, work: SliceWork) -> None:
-        copy = next(number for begun, number in self._under_way if begun is work)
-        if self._faults.strikes("copy_kill", copy):
+        begun = next(one for one in self._slices.values() if one.work is work)
+        if self._takes(begun, "copy_kill"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if self._faults.strikes("flip_source", copy) and self._flipped_copy != copy:
-            self._flipped_copy = copy
+        if self._takes(begun, "flip_source"):
             work.pool.flip_byte(first_byte(work))
 
 
@@ -257,18 +232,12 @@ def _stall() -> NoReturn:
 
 
 class FaultyDevice:
-    """A device whose copies, pools and shuttles fail on order.
+    """A device whose copies, pools and shuttles fail on order."""
 
-    Raises:
-        ValueError: an unknown fault.
-    """
-
-    def __init__(self, inner: Device, orders: dict[str, str]) -> None:
-        unknown = {name.rpartition(".")[2] for name in orders} - FAULTS
-        if unknown:
-            raise ValueError(f"unknown faults {sorted(unknown)}, known are {sorted(FAULTS)}")
+    def __init__(self, inner: Device, faults: FaultBook) -> None:
         self._inner = inner
-        self._orders = orders
+        self._faults = faults
+        self._shuttles = ShuttleMap()
 
     @property
     def name(self) -> str:
@@ -306,40 +275,43 @@ class FaultyDevice:
 
     def self_test(self) -> None:
         """See `Device`."""
-        if "boot_stall" in self._orders:
+        if self._faults.setting("boot_stall") is not None:
             _stall()
-        if "boot_oom" in self._orders:
-            wanted_bytes = int(self._orders["boot_oom"])
+        wanted = self._faults.setting("boot_oom")
+        if wanted is not None:
             text = "ordered lack of device memory"
-            raise DeviceFailure("out_of_memory", text, wanted_bytes=wanted_bytes, free_bytes=1 << 20)
-        if "boot_error" in self._orders:
+            raise DeviceFailure("out_of_memory", text, wanted_bytes=int(wanted), free_bytes=1 << 20)
+        if self._faults.setting("boot_error") is not None:
             raise DeviceFailure("device_error", "ordered failure of the self test")
         self._inner.self_test()
 
     def open_pool(self, stage: Stage, descriptor: int) -> FaultyPool:
         """See `Device`."""
-        time.sleep(float(self._orders.get("slow_pool_s", "0")))
-        if "pool_error" in self._orders:
-            raise PoolRefused(self._orders["pool_error"], "ordered failure of a pool")
+        time.sleep(float(self._faults.setting("slow_pool_s") or 0))
+        code = self._faults.setting("pool_error")
+        if code is not None:
+            raise PoolRefused(code, "ordered failure of a pool")
         return FaultyPool(
             self._inner.open_pool(stage, descriptor),
-            stuck="event_stuck" in self._orders,
-            stays="pool_close_stall" in self._orders,
+            stuck=self._faults.setting("event_stuck") is not None,
+            stays=self._faults.setting("pool_close_stall") is not None,
         )
 
     def add_shuttle(self, index: int, memory: memoryview) -> bool:
         """See `Device`."""
-        if self._orders.get("shuttle_error") == str(index):
+        if self._faults.setting("shuttle_error") == str(index):
             raise DeviceFailure("device_error", f"ordered failure of shuttle {index}")
-        if self._orders.get("shuttle_kill") == str(index):
+        if self._faults.setting("shuttle_kill") == str(index):
             os.kill(os.getpid(), signal.SIGKILL)
-        if self._orders.get("shuttle_stall") == str(index):
+        if self._faults.setting("shuttle_stall") == str(index):
             _stall()
-        return self._inner.add_shuttle(index, memory)
+        locked = self._inner.add_shuttle(index, memory)
+        self._shuttles.add(index, memory)
+        return locked
 
     def copier(self, lane: LaneKind) -> FaultyCopier:
         """See `Device`."""
-        return FaultyCopier(self._inner.copier(lane), _Faults(self._orders, lane))
+        return FaultyCopier(self._inner.copier(lane), lane, self._faults, self._shuttles)
 
     def resources(self) -> dict[str, int]:
         """See `Device`."""
@@ -347,4 +319,5 @@ class FaultyDevice:
 
     def close(self) -> None:
         """See `Device`."""
+        self._shuttles.clear()
         self._inner.close()

@@ -62,12 +62,15 @@ class PlannedJob(NamedTuple):
     slices: tuple[SliceRange, ...]
     moved_bytes: int
     algorithm: str = ""
+    op: str = ""
+    stage: int = -1
     digests_only: bool = False
 
     def slice_work(self, number: int, *, written: bool = False) -> SliceWork:
         """What the device is told about one slice; with `written` about where it goes."""
         first, count = self.slices[number]
-        return SliceWork(self.pool, self.written if written else self.rows, self.chunks[first : first + count])
+        rows = self.written if written else self.rows
+        return SliceWork(self.pool, rows, self.chunks[first : first + count], self.op, self.stage)
 
 
 class JobHooks(NamedTuple):
@@ -125,8 +128,20 @@ def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJ
     slices = plan_slices(chunks, slice_bytes, device.slice_rows)
     moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
     only = isinstance(message, DigestJob)
+    op, stage = ("", -1) if isinstance(message, DigestJob) else (message.op, message.stage)
     return PlannedJob(
-        message.job, lane, pool, rows, written, tuple(chunks), tuple(slices), moved_bytes, algorithm, digests_only=only
+        message.job,
+        lane,
+        pool,
+        rows,
+        written,
+        tuple(chunks),
+        tuple(slices),
+        moved_bytes,
+        algorithm,
+        op,
+        stage,
+        digests_only=only,
     )
 
 

@@ -15,6 +15,7 @@ from ipc.lifeline import Life, Lifeline
 from ipc.link import Link, LinkError
 from ipc.messages import (
     PROTOCOL_VERSION,
+    ArmFault,
     BootFailed,
     CancelJob,
     CaptureJob,
@@ -23,6 +24,8 @@ from ipc.messages import (
     Command,
     CopyJob,
     DigestJob,
+    DisarmFault,
+    FaultStruck,
     MakeShuttle,
     OpenPool,
     PoolClosed,
@@ -41,6 +44,7 @@ from ipc.messages import (
 from workers import exit_codes
 from workers.device import Device
 from workers.digest import Digester
+from workers.fault_orders import FaultBook
 from workers.job_desk import DeviceLost, JobDesk, JobLetter, LaneEnded
 from workers.orders import PoolLetter, PoolMade, PoolOrders, ShuttleOrders
 from workers.threads import Mailbox, TaskThread
@@ -56,13 +60,24 @@ _STOP_S: Final = 5.0
 # How long a worker that cannot start waits for the supervisor to have read why.
 _HEARD_MS: Final = 2000
 
-_Letter: TypeAlias = JobLetter | PoolLetter | ShuttleReady | ShuttleFailed
+_Letter: TypeAlias = JobLetter | PoolLetter | ShuttleReady | ShuttleFailed | FaultStruck
 
 
 class Worker:
-    """One worker's loop. Owns the device, the link, the lifeline and every thread; `start`, then `run`."""
+    """One worker's loop. Owns the device, the link, the lifeline and every thread; `start`, then `run`. `faults` are
+    those of the device, where it may have any.
+    """
 
-    def __init__(self, spec: WorkerSpec, device: Device, digester: Digester, lifeline: Lifeline, link: Link) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        device: Device,
+        digester: Digester,
+        lifeline: Lifeline,
+        link: Link,
+        *,
+        faults: FaultBook | None = None,
+    ) -> None:
         self._spec = spec
         self._device = device
         self._digester = digester
@@ -70,6 +85,9 @@ class Worker:
         self._link = link
         self._stopping = False
         self._mailbox: Mailbox[_Letter] = Mailbox()
+        self._faults = faults
+        if faults is not None:
+            faults.on_strike = lambda fault: self._mailbox.put(FaultStruck(fault))
         self._shuttles = ShuttleOrders(device, self._mailbox.put, lambda: self._stopping)
         self._pools = PoolOrders(device, lifeline, self._mailbox.put)
         self._desk = JobDesk(device, self._pools, spec.inline_bytes, post=self._mailbox.put, send=self._send)
@@ -156,12 +174,22 @@ class Worker:
                 self._pools.open(command)
             case ClosePool():
                 self._pools.close(command.pool)
+            case ArmFault() | DisarmFault():
+                self._order_fault(command)
             case TakeCensus():
                 self._send(Census(command.census, self._resources()))
             case StopWorker():
                 self.request_stop()
             case _:
                 assert_never(command)
+
+    def _order_fault(self, command: ArmFault | DisarmFault) -> None:
+        if self._faults is None:
+            _log.error("faults are not allowed here fault=%d", command.fault)
+        elif isinstance(command, ArmFault):
+            self._faults.arm(command.fault, command.op, command.stage, command.kind, command.at)
+        else:
+            self._faults.disarm(command.fault)
 
     def _resources(self) -> dict[str, int]:
         return {
@@ -180,7 +208,7 @@ class Worker:
                     answer = self._pools.answer(letter)
                     if answer is not None:
                         self._send(answer)
-                case SourceFree() | ShuttleReady() | ShuttleFailed():
+                case SourceFree() | ShuttleReady() | ShuttleFailed() | FaultStruck():
                     self._send(letter)
                 case _:
                     assert_never(letter)

@@ -13,7 +13,7 @@ from ipc.logs import setup_logs
 from ipc.messages import BootFailed, WorkerSpec
 from workers import exit_codes
 from workers.device import DeviceFailure
-from workers.devices import make_device
+from workers.devices import fault_book, make_device
 from workers.digest import Digester
 from workers.loop import Worker, boot_failed, connect
 
@@ -71,9 +71,10 @@ def run_worker(spec: WorkerSpec, born_s: float) -> int:
         return exit_codes.SUPERVISOR_LOST
     digester = Digester(spec.digest_key)
     try:
-        device = make_device(spec, digester)
+        faults = fault_book(spec)
+        device = make_device(spec, digester, faults)
         device.bind_thread()
-        worker = Worker(spec, device, digester, lifeline, link)
+        worker = Worker(spec, device, digester, lifeline, link, faults=faults)
         device.self_test()
     except (DeviceFailure, ValueError, OSError) as exc:
         _log.error("the device cannot be used device=%s error=%s", spec.device, exc)

@@ -73,24 +73,39 @@ def _receive_spec(channel: socket.socket) -> WorkerSpec | None:
 def _fork(channel: socket.socket, spec: WorkerSpec, own_fds: tuple[int, int]) -> None:
     template_pid = os.getpid()
     born_s = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        _be_worker(channel, spec, template_pid, born_s, own_fds)
-    # Before any reaping, so the number is still this child's.
-    pidfd = os.pidfd_open(pid)
+    told_read, told_write = os.pipe2(os.O_CLOEXEC)
     try:
-        _send(channel, Forked(spec.worker, spec.generation, pid), pidfd)
+        pid = os.fork()
+        if pid == 0:
+            os.close(told_write)
+            _be_worker(channel, spec, template_pid, born_s, own_fds, told=told_read)
+        # Before any reaping, so the number is still this child's.
+        pidfd = os.pidfd_open(pid)
+        try:
+            _send(channel, Forked(spec.worker, spec.generation, pid), pidfd)
+        finally:
+            os.close(pidfd)
     finally:
-        os.close(pidfd)
+        os.close(told_read)
+        os.close(told_write)
 
 
 def _be_worker(
-    channel: socket.socket, spec: WorkerSpec, template_pid: int, born_s: float, own_fds: tuple[int, int]
+    channel: socket.socket,
+    spec: WorkerSpec,
+    template_pid: int,
+    born_s: float,
+    own_fds: tuple[int, int],
+    *,
+    told: int,
 ) -> NoReturn:
     die_with_parent(template_pid)
     signal.set_wakeup_fd(-1)
     channel.close()
-    for descriptor in own_fds:
+    # The end of this pipe: the supervisor has been told of us. Who spoke to it before that would be a stranger, who is
+    # handed no pool and might write to an arena before it is on record that he may.
+    os.read(told, 1)
+    for descriptor in (*own_fds, told):
         os.close(descriptor)
     run_and_exit(spec, born_s)
 

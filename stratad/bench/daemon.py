@@ -41,6 +41,7 @@ _PR_SET_PDEATHSIG: Final = 1
 _LOG_TAIL_LINES: Final = 20
 _SHM: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies
 _numbers: Final = itertools.count()
+_libc: Final = ctypes.CDLL(None)  # loaded here: between fork and exec there is only the one call
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ class PrivateDaemon:
 
     def __init__(self, folder: Path, instance: str, settings: Mapping[str, str]) -> None:
         self.run_dir: Final = folder / "run"
+        self.state_dir: Final = folder / "state"
         self.instance: Final = instance
-        self._settings: Final = settings
+        self._settings = settings
         self._folder: Final = folder
         self._process, self._started_s = self._launch()
 
@@ -103,18 +105,45 @@ class PrivateDaemon:
         self._process, self._started_s = self._launch()
         return killed_s
 
+    def start_next(self, settings: Mapping[str, str]) -> None:
+        """Execute the next daemon of the instance, on the same directories, after this one has ended."""
+        assert self._process.poll() is not None
+        self._settings = settings
+        self._process, self._started_s = self._launch()
+
+    @property
+    def ended(self) -> bool:
+        """Whether that process has ended."""
+        return self._process.poll() is not None
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def wait_ended(self, timeout_s: float) -> int | None:
+        """Exit status of the process (minus the signal's number), or None where it goes on."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     @property
     def log_path(self) -> Path:
         """What the daemon wrote; removed with it."""
         return _log_path(self._folder)
 
-    def connect(self) -> tuple[Client, StartTimes]:
-        """Wait for the first accepted handshake, then for every worker.
+    def connect(self, call_deadline_s: float = _CALL_DEADLINE_S) -> tuple[Client, StartTimes]:
+        """Wait for the first accepted handshake, then for every worker. Calls of the client may take `call_deadline_s`.
 
         Raises:
             CommandError: the daemon ended, did not come up in time, or a worker failed.
         """
-        client = self._first_hello()
+        client = self.first_client(call_deadline_s)
         hello_s = time.perf_counter() - self._started_s
         try:
             check_same_build(client.welcome, package_hash())
@@ -138,11 +167,15 @@ class PrivateDaemon:
                 raise self._failed("did not accept a client")
             time.sleep(_RETRY_S)
 
-    def _first_hello(self) -> Client:
-        """Connect as soon as the socket is there; the client's own pauses between attempts would blur the time."""
+    def first_client(self, call_deadline_s: float = _CALL_DEADLINE_S) -> Client:
+        """Connect as soon as the socket is there; the client's own pauses between attempts would blur the time.
+
+        Raises:
+            CommandError: the daemon ended, or did not come up in time.
+        """
         self.wait_for_socket()
         try:
-            return Client.connect(self.run_dir, self.instance, deadline_s=_CALL_DEADLINE_S, name="stratactl bench")
+            return Client.connect(self.run_dir, self.instance, deadline_s=call_deadline_s, name="stratactl bench")
         except DeadlineExceeded as exc:
             raise self._failed("did not accept a client") from exc
 
@@ -195,18 +228,23 @@ def _log_path(folder: Path) -> Path:
 
 def _end_with_parent() -> None:
     """In the new process: have the kernel send SIGTERM when we are gone, however that came."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def _arguments(folder: Path, instance: str, settings: Mapping[str, str]) -> list[str]:
-    """Command line of the daemon; `settings` are dotted names of the configuration. What it holds ends with it."""
+    """Command line of the daemon; `settings` are dotted names of the configuration. What it holds ends with it, unless
+    they say otherwise.
+    """
     places = {
-        "ram.keep": "false",
         "daemon.instance": instance,
         "daemon.run_dir": f"{folder}/run",
         "daemon.state_dir": f"{folder}/state",
     }
-    return [part for name, value in {**settings, **places}.items() for part in ("--set", f"{name}={value}")]
+    return [
+        part
+        for name, value in {"ram.keep": "false", **settings, **places}.items()
+        for part in ("--set", f"{name}={value}")
+    ]
 
 
 def _environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ from ipc.messages import (
     BootFailed,
     Census,
     Failed,
+    FaultStruck,
     Hello,
     JobDone,
     JobFailed,
@@ -27,7 +28,20 @@ from ipc.messages import (
     WorkerHello,
     WorkerReady,
 )
-from stratad.core import adoption, arenas, jobs, journaling, lives, losses, memory, queue, registration, rescue, service
+from stratad.core import (
+    adoption,
+    arenas,
+    faults,
+    jobs,
+    journaling,
+    lives,
+    losses,
+    memory,
+    queue,
+    registration,
+    rescue,
+    service,
+)
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo
@@ -287,6 +301,9 @@ class Core:
                         request.waiting.discard(worker.name)
                     service.answer_stats(state, late=False)
                 return self._end()
+            case FaultStruck():
+                faults.struck(state, worker, report)
+                return self._end()
             case PoolClosed():
                 registration.order_answered(state, worker)
                 registration.pool_closed(state, report.pool)
@@ -363,6 +380,7 @@ class Core:
         worker.resources = {}
         worker.counted = worker.census
         memory.forget(state, (Role.WORKER, name))
+        faults.worker_gone(state, worker)
         jobs.worker_gone(state, worker, code, f"worker {name} (pid {worker.pid}): {reason}")
         worker.pid = worker.start_ticks = 0
         worker.recorded = False
@@ -447,6 +465,8 @@ class Core:
             assert worker.job_bytes == sum(op.stages[stage].job_bytes for op, stage in worker.jobs.values())
             assert set(worker.arena.shuttles) == set(worker.sizes)
             assert not worker.jobs or worker.state in HOLDING_JOBS
+        for info in state.faults.values():
+            assert state.workers[info.worker].state in HOLDING_JOBS, f"fault {info.fault}"
         memory.validate(state)
         self._validate_fences(state.ops.keys())
         for engine in state.engines.values():

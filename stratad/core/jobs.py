@@ -90,12 +90,13 @@ def _command(op: Operation, run: StageRun, pool: int, poll_event: bool, event_wa
     if op.marking is not None:
         asked = pack_numbers(op.marking.asked[run.stage])
         return DigestJob(run.job, pool, rows, op.token_count, asked, poll_event, positions, event_wait_s)
+    kind, stage = op.kind.value, run.stage
     if run.target is not None:
         target = run.target.packed
-        return CopyJob(run.job, pool, rows, target, op.token_count, poll_event, positions, event_wait_s)
+        return CopyJob(run.job, pool, rows, target, op.token_count, poll_event, positions, event_wait_s, kind, stage)
     places = pack_places(op.places(run))
     if op.image is None:
-        return CaptureJob(run.job, pool, rows, op.token_count, places, poll_event, positions, event_wait_s)
+        return CaptureJob(run.job, pool, rows, op.token_count, places, poll_event, positions, event_wait_s, kind, stage)
     chunks = op.stored(run)
     algorithms = tuple(chunk.key.algorithm for chunk in chunks)
     if len(set(algorithms)) == 1:
@@ -112,6 +113,8 @@ def _command(op: Operation, run: StageRun, pool: int, poll_event: bool, event_wa
         poll_event,
         positions,
         event_wait_s,
+        kind,
+        stage,
     )
 
 

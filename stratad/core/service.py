@@ -13,6 +13,9 @@ from ipc.messages import (
     Done,
     Drop,
     Failed,
+    FaultArm,
+    FaultDisarm,
+    FaultList,
     Found,
     GetBegin,
     GetEnd,
@@ -49,6 +52,7 @@ from ipc.messages import (
 from stratad.core import (
     blame,
     exchange,
+    faults,
     jobs,
     journaling,
     leases,
@@ -113,6 +117,8 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
         case Show():
             image = _named(state, client, request)[-1]
             state.reply(client.client, views.image_detail(state, request.seq, image))
+        case FaultArm() | FaultList() | FaultDisarm():
+            faults.serve(state, client, request, admin=_is_admin(state, client))
         case Goodbye():
             client.polite = True
             state.reply(client.client, Done(request.seq))

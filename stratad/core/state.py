@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Final, NamedTuple, TypeAlias
 from weakref import WeakSet
 
-from ipc.messages import BootFailed, Reply, Stage, WorkerProcess, WorkerReady
+from ipc.messages import BootFailed, FaultInfo, Reply, Stage, WorkerProcess, WorkerReady
 from shm.layout import StageLayout, interned
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
@@ -59,6 +59,7 @@ class Settings:
     stuck_s: float = 10.0
     memory: MemorySettings = field(default_factory=MemorySettings)
     admins: frozenset[int] = frozenset()
+    allow_faults: bool = False
     shown: tuple[tuple[str, str], ...] = ()
 
 
@@ -299,6 +300,7 @@ class State:
     suspects: WeakSet[Suspect] = field(default_factory=WeakSet)  # those whose copies have a worker to themselves
     resets: set[str] = field(default_factory=set)  # workers whose arena is to be emptied
     stats_requests: list[StatsRequest] = field(default_factory=list)
+    faults: dict[int, FaultInfo] = field(default_factory=dict)  # armed, not struck yet
     announced: list[Announced] = field(default_factory=list)
     memory: MemoryState = field(default_factory=MemoryState)
     owners: dict[str, int] = field(default_factory=dict)

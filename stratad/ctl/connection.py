@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Final, Protocol
 
 from ipc.listening import listens
-from ipc.messages import ImageDetail, ImageInfo, MemoryReply, StatsReply, Welcome, WorkerOrdered
+from ipc.messages import FaultInfo, Faults, ImageDetail, ImageInfo, MemoryReply, StatsReply, Welcome, WorkerOrdered
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError, JsonObject
 from stratad.errors import DeadlineExceeded, Lost, ProtocolError, StratadError
@@ -62,6 +62,18 @@ class DaemonClient(Protocol):
 
     def clear(self, namespace: str) -> int:
         """Drop what is not pinned; returns how many went."""
+        ...
+
+    def arm_fault(self, op: str, stage: int, kind: str, *, at: int = 1, engine_id: int = 0) -> FaultInfo:
+        """Arm one fault."""
+        ...
+
+    def faults(self) -> Faults:
+        """Armed faults, and the fault points that were passed."""
+        ...
+
+    def disarm_fault(self, fault: int = 0) -> int:
+        """Take back one fault, or all; returns how many."""
         ...
 
     def lift(self, namespace: str, conversation: str = "", *, image_id: int = 0) -> int:
@@ -203,6 +215,7 @@ _FIXES: Final[dict[str, str]] = {
     "pinned": "unpin it first with `stratactl pin --off`, or drop it with --force, or only another one with --image",
     "image_busy": "try again when the operation in flight has ended (`stratactl status` shows it)",
     "not_permitted": "run stratactl as the user whose engine owns the namespace, or as an admin of the daemon",
+    "faults_off": "start a daemon for tests with --set testing.allow_faults=true",
     "arena_in_use": "see them with `stratactl list`; restart the worker, which keeps them, or reset it with --force",
     "worker_unavailable": "look at `stratactl status` and at the kernel's log: only the end of that process, or of the "
     "host, gives the device back",

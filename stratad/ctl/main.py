@@ -118,7 +118,7 @@ def _silence(stream: TextIO | None) -> None:
 
 
 def build_parser(connect: Connect) -> argparse.ArgumentParser:
-    """All subcommands; each sets `run`. Arguments of `demo` and `bench` are made only when they are called."""
+    """All subcommands; each sets `run`. Arguments of the large ones are made only when they are called."""
     parser = LazyParser(
         prog="stratactl",
         description="Ask a stratad daemon, or examine the host it runs on.",
@@ -162,6 +162,11 @@ def build_parser(connect: Connect) -> argparse.ArgumentParser:
     command.add_argument("--yes", action="store_true", help="do it; without, only say what there is")
     _lazily(add("demo", "park and restore a real model's conversation", _demo), _demo_arguments)
     _lazily(add("bench", "measure the daemon on this host", _bench), _bench_arguments)
+    _lazily(add("fault", "order faults in a daemon that was started to allow it", _fault(connect)), _fault_arguments)
+    _lazily(
+        add("fault-matrix", "every operation, stage and fault in real processes", _fault_matrix),
+        _fault_matrix_arguments,
+    )
     return parser
 
 
@@ -375,3 +380,30 @@ def _bench(args: argparse.Namespace) -> Answer:
     from stratad.ctl.bench import run_bench  # noqa: PLC0415 - only this command needs it
 
     return run_bench(args, target_of(args))
+
+
+def _fault_arguments(parser: argparse.ArgumentParser) -> None:
+    from stratad.ctl.faults import add_arguments  # noqa: PLC0415 - only this command needs it
+
+    add_arguments(parser, _add_common)
+
+
+def _fault(connect: Connect) -> Run:
+    def run(args: argparse.Namespace) -> Answer:
+        from stratad.ctl.faults import run_fault  # noqa: PLC0415 - only this command needs it
+
+        return run_fault(args, target_of(args), connect)
+
+    return run
+
+
+def _fault_matrix_arguments(parser: argparse.ArgumentParser) -> None:
+    from stratad.ctl.fault_matrix import add_arguments  # noqa: PLC0415 - only this command needs it
+
+    add_arguments(parser)
+
+
+def _fault_matrix(args: argparse.Namespace) -> Answer:
+    from stratad.ctl.fault_matrix import run_fault_matrix  # noqa: PLC0415 - only this command needs it
+
+    return run_fault_matrix(args)

@@ -22,6 +22,7 @@ from workers.cuda_memory import Counts
 from workers.cuda_pool import CudaPool, PoolMemory
 from workers.device import Device, DevicePool, LaneKind
 from workers.digest import Digester
+from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
 from workers.jobs import JobRefused
 from workers.lanes import JobHooks, Lane, plan_job
@@ -114,7 +115,7 @@ class GpuRig:
             gpu_uuid(), self.digester, slice_bytes=slice_bytes, staging_bytes=slice_bytes, kernels=kernels
         )
         self.cuda.bind_thread()
-        self.device: Device = FaultyDevice(self.cuda, faults) if faults else self.cuda
+        self.device: Device = FaultyDevice(self.cuda, FaultBook(faults)) if faults else self.cuda
         self.lanes = {kind: Lane(kind, self.device.copier(kind)) for kind in LaneKind}
         self.shuttles = [mmap.mmap(-1, size) for size in shuttle_bytes]
         for index, shuttle in enumerate(self.shuttles):

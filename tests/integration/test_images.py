@@ -176,3 +176,13 @@ def test_a_source_that_changes_is_never_published() -> None:
         engine.fill()
         engine.restore("a", range(300))
         assert engine.contents(range(300), 300) == expected
+
+
+def test_a_daemon_that_was_not_started_for_it_arms_no_fault(client: Client) -> None:
+    with FakeEngine(client, LAYOUTS["slot"]):
+        with pytest.raises(UsageError, match="faults_off"):
+            client.arm_fault("capture", 0, "kill")
+        with pytest.raises(UsageError, match="faults_off"):
+            client.faults()
+        with pytest.raises(UsageError, match="faults_off"):
+            client.disarm_fault()

@@ -7,6 +7,8 @@ import msgspec
 from ipc.messages import (
     ChunkInfo,
     EngineInfo,
+    FaultInfo,
+    Faults,
     ImageDetail,
     ImageInfo,
     MemoryArena,
@@ -218,6 +220,7 @@ class FakeClient:
     memory_reply: MemoryReply = MEMORY
     images: tuple[ImageInfo, ...] = (IMAGE,)
     detail: ImageDetail = DETAIL
+    armed: tuple[FaultInfo, ...] = (FaultInfo(5, "take", 1, "kill", 2, "cpu:1"),)
     fails_with: StratadError | None = None
     interrupted: bool = False
     calls: list[tuple[object, ...]] = field(default_factory=list)
@@ -275,6 +278,18 @@ class FakeClient:
     def clear(self, namespace: str) -> int:
         self._asked("clear", namespace)
         return sum(image.namespace == namespace and not image.pinned for image in self.images)
+
+    def arm_fault(self, op: str, stage: int, kind: str, *, at: int = 1, engine_id: int = 0) -> FaultInfo:
+        self._asked("arm_fault", op, stage, kind, at, engine_id)
+        return FaultInfo(5, op, stage, kind, at, "cpu:0")
+
+    def faults(self) -> Faults:
+        self._asked("faults")
+        return Faults(6, self.armed, {"SendTo.CaptureJob:before": 3})
+
+    def disarm_fault(self, fault: int = 0) -> int:
+        self._asked("disarm_fault", fault)
+        return len(self.armed)
 
     def close(self) -> None:
         self.closed += 1

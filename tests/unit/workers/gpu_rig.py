@@ -17,6 +17,7 @@ from tests.unit.workers.shape_checks import SLICE_BYTES, granules_of
 from workers.cuda_device import CudaDevice
 from workers.device import Device, LaneKind
 from workers.digest import Bytes, Digester
+from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
 from workers.jobs import JobRefused
 from workers.lanes import JobHooks, Lane, PlannedJob, plan_job
@@ -92,7 +93,7 @@ class CaseGpu(Gpu):
             pool_bytes=case.pool_bytes,
             seed=seed,
         )
-        self.device: Device = FaultyDevice(self.cuda, faults) if faults else self.cuda
+        self.device: Device = FaultyDevice(self.cuda, FaultBook(faults)) if faults else self.cuda
         self.lanes = {kind: Lane(kind, self.device.copier(kind)) for kind in LaneKind}
         probe = self.memory[:16].tobytes().ljust(16, b"\0")
         self.pool = self.device.open_pool(msgspec.structs.replace(self.stage(), probe_bytes=probe), -1)

@@ -15,6 +15,7 @@ from tests.support.layouts import packed_positions, packed_rows, positions, stag
 from workers.cpu_device import CpuDevice
 from workers.device import Device, DevicePool, LaneKind
 from workers.digest import Bytes, Digester
+from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
 from workers.jobs import JobRefused
 from workers.lanes import JobHooks, Lane, PlannedJob, plan_job
@@ -88,7 +89,8 @@ class Rig:
         self.random = random.Random(seed)
         self.digester = Digester(KEY)
         cpu = CpuDevice(self.digester, slice_bytes=slice_bytes, link_bytes_per_s=link_bytes_per_s)
-        self.device: Device = FaultyDevice(cpu, faults) if faults else cpu
+        self.book = FaultBook(faults or {})
+        self.device: Device = cpu if faults is None else FaultyDevice(cpu, self.book)
         self.pool_bytes = pool_bytes or layout.end_bytes
         descriptor = create_pool("rig", self.pool_bytes)
         self._pool_map = mmap.mmap(descriptor, self.pool_bytes)

@@ -57,9 +57,11 @@ class SmallSupervisor:
         )
         return msgspec.structs.replace(plain, **changes)
 
-    def start(self, *options: str) -> subprocess.Popen[bytes]:
-        """Start the template."""
+    def start(self, *options: str, send_buffer_bytes: int = 0) -> subprocess.Popen[bytes]:
+        """Start the template; with `send_buffer_bytes` it can have only so many bytes of news on the way."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if send_buffer_bytes:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         command = [sys.executable, "-P", "-m", "workers.main", "template", "--fd", str(theirs.fileno()), *options]
         environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)

@@ -20,6 +20,7 @@ from workers.cuda_memory import Counts
 from workers.cuda_pool import AllocationBook
 from workers.device import DeviceFailure, LaneKind, PoolRefused
 from workers.digest import MLH, XXH3, Bytes, Digester
+from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
 from workers.lanes import Lane, plan_job
 
@@ -77,7 +78,7 @@ def test_capture_and_restore(runtime: GpuRuntime, layout: StageLayout, tokens: i
 @pytest.mark.usefixtures("clean")
 def test_a_changing_source_fails_the_capture(runtime: GpuRuntime) -> None:
     gpu = Gpu(runtime, slot_layout())
-    device = FaultyDevice(gpu.cuda, {"flip_source": "1"})
+    device = FaultyDevice(gpu.cuda, FaultBook({"flip_source": "1"}))
     lane = Lane(LaneKind.CAPTURE, device.copier(LaneKind.CAPTURE))
     pool = device.open_pool(gpu.stage(), -1)
     job = CaptureJob(1, 1, packed_rows(gpu.layout, range(64)), 64, pack_places(gpu.places(64)), False)
@@ -91,7 +92,7 @@ def test_a_changing_source_fails_the_capture(runtime: GpuRuntime) -> None:
 @pytest.mark.usefixtures("clean")
 def test_a_restore_can_be_killed_in_its_middle(runtime: GpuRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(runtime, slot_layout(), slice_bytes=8192)
-    device = FaultyDevice(gpu.cuda, {"restore.copy_kill": "2"})
+    device = FaultyDevice(gpu.cuda, FaultBook({"restore.copy_kill": "2"}))
     lanes = {kind: Lane(kind, device.copier(kind)) for kind in LaneKind}
     pool = device.open_pool(gpu.stage(), -1)
     rows, places = packed_rows(gpu.layout, range(64)), pack_places(gpu.places(64))

@@ -24,6 +24,7 @@ from workers.cuda_device import CudaDevice
 from workers.cuda_pool import CudaPool
 from workers.device import LaneKind, PoolRefused
 from workers.digest import XXH3, Digester
+from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
 from workers.lanes import Lane, plan_job
 
@@ -140,7 +141,7 @@ def test_digests_in_host_memory_say_how_they_were_made(host: Host) -> None:
 
 
 def test_a_source_that_changes_fails_the_capture(host: Host) -> None:
-    device = FaultyDevice(host.cuda, {"capture.flip_source": "1"})
+    device = FaultyDevice(host.cuda, FaultBook({"capture.flip_source": "1"}))
     lane = Lane(LaneKind.CAPTURE, device.copier(LaneKind.CAPTURE))
     pool = device.open_pool(host.stage(), host.descriptor)
     job = CaptureJob(1, 1, (pack_rows([(0, 10)]),), 10, pack_places(host.places(10)), False)

@@ -23,6 +23,7 @@ from tests.unit.workers.gpu_rig import Gpu
 from tests.unit.workers.rig import Rig, slot_layout
 from tests.unit.workers.supervisor import own_process
 from workers.device import DevicePool
+from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice, FaultyPool
 from workers.job_desk import ActiveJob, DeviceLost, JobDesk, JobLetter, LaneEnded
 from workers.orders import PoolLetter, PoolMade, PoolOrders
@@ -111,7 +112,7 @@ def on_cpu(faults: dict[str, str], inline_bytes: int) -> Iterator[tuple[Desk, Jo
 @contextlib.contextmanager
 def on_gpu(runtime: GpuRuntime, faults: dict[str, str]) -> Iterator[tuple[Desk, Jobs, DevicePool]]:
     gpu = Gpu(runtime, slot_layout(), slice_bytes=1 << 20)
-    device = FaultyDevice(gpu.cuda, {"leak_bytes": "0", **faults})
+    device = FaultyDevice(gpu.cuda, FaultBook({"leak_bytes": "0", **faults}))
     pool = device.open_pool(gpu.stage(), -1)
     jobs = Jobs(gpu.places(TOKENS))
     jobs.algorithm = device.digest_algorithm

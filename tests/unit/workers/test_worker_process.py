@@ -13,11 +13,14 @@ import pytest
 
 from ipc.lifeline import MAX_DRAINED
 from ipc.messages import (
+    ArmFault,
     BootFailed,
     CancelJob,
     CaptureJob,
     Census,
     ClosePool,
+    DisarmFault,
+    FaultStruck,
     Forked,
     JobDone,
     JobFailed,
@@ -41,6 +44,7 @@ from shm.layout import StageLayout
 from shm.memfd import create_pool
 from shm.shuttle import unlink
 from tests.support.layouts import packed_rows
+from tests.support.wait import wait_until
 from tests.unit.workers.rig import slot_layout
 from tests.unit.workers.supervisor import SmallSupervisor, own_process
 from workers import exit_codes
@@ -178,6 +182,31 @@ def test_a_damaged_shuttle_writes_no_row(supervisor: SmallSupervisor, pool: Pool
     failed = supervisor.ask(restore_job(pool.layout, 2, done.digests), JobFailed)
     assert (failed.code, failed.chunk, failed.rows_undefined) == ("damaged", 0, ())
     assert not any(pool.memory[:])
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
+def test_a_fault_is_armed_and_disarmed_while_the_worker_runs(
+    supervisor: SmallSupervisor, pool: Pool, segment: str, inline_bytes: int
+) -> None:
+    fork_worker(supervisor, inline_bytes=inline_bytes, allow_faults=True)
+    make_shuttle(supervisor, segment)
+    open_pool(supervisor, pool)
+    for fault, kind in ((1, "oom"), (2, "error")):
+        supervisor.send(ArmFault(fault, "capture", 3, kind, 1))
+    supervisor.send(DisarmFault(2))
+    job = msgspec.structs.replace(capture_job(pool.layout, 7), op="capture", stage=3)
+    assert supervisor.ask(job, JobFailed).code == "out_of_memory"
+    assert supervisor.report(FaultStruck).fault == 1
+    assert supervisor.ask(job, JobDone).job == 7
+
+
+def test_a_worker_that_allows_no_faults_has_none(supervisor: SmallSupervisor, pool: Pool, segment: str) -> None:
+    fork_worker(supervisor)
+    make_shuttle(supervisor, segment)
+    open_pool(supervisor, pool)
+    supervisor.send(ArmFault(1, "capture", 3, "kill", 1))
+    job = msgspec.structs.replace(capture_job(pool.layout, 7), op="capture", stage=3)
+    assert supervisor.ask(job, JobDone).job == 7
 
 
 def test_pidfd_and_status_of_a_killed_worker(supervisor: SmallSupervisor) -> None:
@@ -401,3 +430,30 @@ def test_what_is_no_command_ends_the_worker(supervisor: SmallSupervisor) -> None
     supervisor.report(WorkerReady)
     supervisor.router.send(b"cpu0#1", b"\x81\xa1t\xa3xyz")
     assert supervisor.exited().status == exit_codes.BAD_COMMAND
+
+
+def test_a_worker_does_nothing_before_the_supervisor_can_know_of_it(supervisor: SmallSupervisor) -> None:
+    """The template gets stuck between a fork and its news, as on a busy host it may."""
+    template = supervisor.start(send_buffer_bytes=1)
+    supervisor.heard(TemplateReady)
+    for number in range(20):
+        supervisor.order(supervisor.spec(worker=f"cpu{number}", identity=f"cpu{number}".encode()))
+
+    def untold() -> psutil.Process | None:
+        """The child whose fork the template is about to tell."""
+        if not waits_in(template.pid, "sock"):
+            return None
+        return max(psutil.Process(template.pid).children(), key=lambda child: (child.create_time(), child.pid))
+
+    stuck = wait_until(untold)
+    assert stuck is not None
+    wait_until(lambda: waits_in(stuck.pid, "pipe"))
+    told = [supervisor.heard(Forked).pid for _ in range(20)]
+    assert stuck.pid in told
+    assert len(set(told)) == 20
+    wait_until(lambda: not waits_in(stuck.pid, "pipe"))
+
+
+def waits_in(pid: int, what: str) -> bool:
+    """Whether a process sleeps in a function of the kernel whose name holds this."""
+    return what in Path(f"/proc/{pid}/wchan").read_text(encoding="ascii")
