@@ -60,7 +60,7 @@ def capture(engine: CpuEngine) -> None:
 
 def test_what_a_capture_takes_is_explained() -> None:
     with DaemonProcess("cpu:2", SETTINGS) as daemon, daemon.client() as client, register(client) as engine:
-        before = memory_of(client, all_judged)
+        before = memory_of(client, lambda reply: all_judged(reply) and any(p.role == "engine" for p in reply.processes))
         assert {p.role for p in before.processes} == {"supervisor", "template", "worker", "engine"}
         capture(engine)
         image_bytes = TOKENS * ROW_BYTES
