@@ -1276,6 +1276,15 @@ class SourceFree(Message, frozen=True, tag="source_free"):
     job: int
 
 
+class EventAwaited(Message, frozen=True, tag="event_awaited"):
+    """A job waits for its engine's event, which was not reached at once; or, after that was said, it is `reached`. The
+    time of its copy begins then.
+    """
+
+    job: int
+    reached: bool = False
+
+
 class JobDone(Message, frozen=True, tag="job_done"):
     """A job ended well. `digests` holds those of a capture, or those that were asked for, in chunk order; `lane_s` is
     the time from its start on the lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on
@@ -1330,6 +1339,7 @@ Report: TypeAlias = (
     | PoolFailed
     | PoolClosed
     | SourceFree
+    | EventAwaited
     | JobDone
     | JobFailed
     | FaultStruck

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from ipc.messages import CopyCommand, JobDone, JobFailed, SourceFree
+from ipc.messages import CopyCommand, EventAwaited, JobDone, JobFailed, SourceFree
 from workers.device import Device, DeviceFailure, LaneKind
 from workers.jobs import JobEvent, JobRecord, JobRefused, JobState
 from workers.lanes import JobHooks, Lane, PlannedJob, plan_job
@@ -22,6 +22,8 @@ from workers.threads import TaskThread
 _log: Final = logging.getLogger(__name__)
 # An event that is due is mostly due at once: ask without sleeping for this long, then once a millisecond.
 _EAGER_S: Final = 0.0003
+# The supervisor is told of an event that was not reached after this long: much less than the least time for a copy.
+_TELL_S: Final = 0.05
 
 
 class DeviceLost(Exception):
@@ -33,7 +35,7 @@ class ActiveJob:
     `stop` is set by the loop and read by the lane between slices.
     """
 
-    __slots__ = ("entry", "event_wait_s", "plan", "record", "since_s", "stop")
+    __slots__ = ("entry", "event_wait_s", "plan", "record", "since_s", "stop", "told_waiting")
 
     def __init__(self, plan: PlannedJob, entry: PoolEntry, since_s: float, event_wait_s: float) -> None:
         self.plan = plan
@@ -41,6 +43,7 @@ class ActiveJob:
         self.record = JobRecord(plan.job)
         self.since_s = since_s
         self.event_wait_s = event_wait_s
+        self.told_waiting = False
         self.stop = False
 
 
@@ -83,7 +86,7 @@ class JobDesk:
         inline_bytes: int,
         *,
         post: Callable[[JobLetter], None],
-        send: Callable[[JobDone | JobFailed], None],
+        send: Callable[[JobDone | JobFailed | EventAwaited], None],
     ) -> None:
         self._device = device
         self._pools = pools
@@ -167,6 +170,8 @@ class JobDesk:
         for active in waiting:
             try:
                 if active.entry.pool.event_reached():
+                    if active.told_waiting:
+                        self._send(EventAwaited(active.plan.job, reached=True))
                     active.record.apply(JobEvent.READY)
                     self._dispatch(active)
                 elif active.entry.engine_gone(now_s):
@@ -176,8 +181,15 @@ class JobDesk:
                     self._give_up(active, "deadline", waited)
                 else:
                     self._waiting.append(active)
+                    self._tell_waiting(active, now_s)
             except DeviceFailure as exc:
                 self._give_up(active, exc.code, exc.message, sticky=exc.sticky)
+
+    def _tell_waiting(self, active: ActiveJob, now_s: float) -> None:
+        """The supervisor takes a job for copying unless it is told, and most events are reached at the first look."""
+        if not active.told_waiting and now_s - active.since_s >= _TELL_S:
+            active.told_waiting = True
+            self._send(EventAwaited(active.plan.job))
 
     def cancel(self, job: int) -> None:
         """Stop a job between two slices, or before its first."""

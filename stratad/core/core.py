@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ipc.messages import (
     BootFailed,
     Census,
+    EventAwaited,
     Failed,
     FaultStruck,
     Hello,
@@ -274,6 +275,9 @@ class Core:
         match report:
             case JobDone():
                 jobs.job_done(state, worker, report)
+            case EventAwaited():
+                jobs.event_awaited(state, worker, report)
+                return self._end()
             case SourceFree():
                 jobs.source_free(state, worker, report)
                 return self._end()

@@ -12,6 +12,7 @@ from ipc.messages import (
     CopyJob,
     CudaIpcPool,
     DigestJob,
+    EventAwaited,
     Failed,
     JobDone,
     JobFailed,
@@ -58,7 +59,6 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
         run.advance("skip")
         run.outcome = StageOutcome(run.stage, "failed", "worker_died", f"worker {worker.name} {why_not}")
         return
-    settings = state.settings
     run.job = state.number("job")
     run.job_bytes = op.bytes_to_move(run)
     run.advance("send")
@@ -69,11 +69,25 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     # Memory of the host is written by the engine itself before it asks; only a GPU's work is still under way then.
     poll_event = op.ordered == "event" and isinstance(described, CudaIpcPool)
     event_wait_s = max(op.deadline_s - state.now_s, LEAST_EVENT_WAIT_S) if poll_event else 0.0
-    copy_s = settings.job_floor_s + worker.job_bytes / settings.link_floor_bytes_per_s
-    run.patience_s = event_wait_s + copy_s
+    _give_time(state, worker, run)
+    state.out.append(SendTo(worker.name, _command(op, run, pool, poll_event, event_wait_s)))
+
+
+def _give_time(state: State, worker: Worker, run: StageRun, wait_s: float = 0.0) -> None:
+    """From now on a stage has the time of its copy, behind all that its worker has to copy, and `wait_s` before."""
+    settings = state.settings
+    run.patience_s = wait_s + settings.job_floor_s + worker.job_bytes / settings.link_floor_bytes_per_s
     run.deadline_s = state.now_s + run.patience_s
     state.wake_by(run.deadline_s)
-    state.out.append(SendTo(worker.name, _command(op, run, pool, poll_event, event_wait_s)))
+
+
+def event_awaited(state: State, worker: Worker, report: EventAwaited) -> None:
+    """A stage waits for its engine's event, or no longer does; the worker gives it up at the caller's deadline."""
+    found = worker.jobs.get(report.job)
+    if found is not None:
+        op, stage = found
+        wait_s = 0.0 if report.reached else max(op.deadline_s - state.now_s, LEAST_EVENT_WAIT_S)
+        _give_time(state, worker, op.stages[stage], wait_s)
 
 
 def _why_not(run: StageRun, worker: Worker) -> str:

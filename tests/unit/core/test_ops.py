@@ -14,6 +14,7 @@ from ipc.messages import (
     CudaIpcPool,
     Done,
     Drop,
+    EventAwaited,
     Found,
     JobDone,
     Lookup,
@@ -649,7 +650,9 @@ def test_an_arena_that_could_not_grow_says_so_and_is_tried_again(make_core: Make
     assert len(core.core.state.catalog.images) == 1
 
 
-def test_the_wait_for_an_engines_event_is_not_held_against_the_worker(make_core: MakeCore) -> None:
+@pytest.fixture
+def waiting(make_core: MakeCore) -> tuple[Harness, int]:
+    """A capture that is ordered by an event, at the worker for 5 s and its copy; the number of its job."""
     core = make_core(1, devices={"gpu": "GPU-1"})
     core.connect()
     one = layout()
@@ -661,7 +664,33 @@ def test_the_wait_for_an_engines_event_is_not_held_against_the_worker(make_core:
     core.ask(1, Capture(core.next_seq(), engine, "a", pack_tokens(range(10)), rows, 0, "event", deadline_s=100.0))
     (job,) = core.jobs("gpu")
     assert job.event_wait_s == 100.0
+    return core, job.job
+
+
+def test_the_wait_for_an_engines_event_is_not_held_against_the_worker(waiting: tuple[Harness, int]) -> None:
+    core, job = waiting
+    core.report("gpu", EventAwaited(job))
     core.tick(101.0)
     assert not core.kills
     core.tick(10.0)
+    assert len(core.kills) == 1
+
+
+def test_a_copy_that_hangs_is_noticed_however_long_the_engine_could_have_taken(waiting: tuple[Harness, int]) -> None:
+    core, _ = waiting  # nothing is said: the event was reached at once
+    core.tick(4.0)
+    assert not core.kills
+    core.tick(2.0)
+    assert len(core.kills) == 1
+
+
+def test_the_time_of_a_copy_begins_when_the_event_is_reached(waiting: tuple[Harness, int]) -> None:
+    core, job = waiting
+    core.report("gpu", EventAwaited(job))
+    core.tick(50.0)
+    core.report("gpu", EventAwaited(job, reached=True))
+    core.report("gpu", EventAwaited(77))  # of a job that has ended
+    core.tick(4.0)
+    assert not core.kills
+    core.tick(2.0)
     assert len(core.kills) == 1

@@ -13,7 +13,7 @@ import pytest
 
 from ipc.credentials import Credentials
 from ipc.lifeline import Lifeline
-from ipc.messages import CaptureJob, CopyJob, JobDone, JobFailed, RestoreJob
+from ipc.messages import CaptureJob, CopyJob, EventAwaited, JobDone, JobFailed, RestoreJob
 from shm.extent import ChunkPlace, pack_places
 from shm.gpu_runtime import GpuRuntime
 from tests.support.layouts import packed_rows
@@ -31,7 +31,7 @@ from workers.pool_book import EngineProcess, PoolEntry
 from workers.rowmap import RowMap
 
 Job: TypeAlias = CaptureJob | RestoreJob | CopyJob
-Answer: TypeAlias = JobDone | JobFailed
+Answer: TypeAlias = JobDone | JobFailed | EventAwaited
 TOKENS = 40
 INLINE, ON_ITS_THREAD = 1 << 30, 0
 

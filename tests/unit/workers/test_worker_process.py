@@ -20,6 +20,7 @@ from ipc.messages import (
     Census,
     ClosePool,
     DisarmFault,
+    EventAwaited,
     FaultStruck,
     Forked,
     JobDone,
@@ -297,6 +298,7 @@ def test_a_waiting_event_holds_up_nobody(supervisor: SmallSupervisor, pool: Pool
     open_pool(supervisor, pool)
     supervisor.send(capture_job(pool.layout, 1, poll_event=True))
     assert supervisor.ask(capture_job(pool.layout, 2), JobDone).job == 2
+    assert supervisor.report(EventAwaited) == EventAwaited(1)  # or its time would be thought to be that of the copy
     supervisor.send(CancelJob(1))
     failed = supervisor.report(JobFailed)
     assert (failed.job, failed.code) == (1, "cancelled")
