@@ -44,6 +44,7 @@ from stratad.processes import Processes
 from stratad.supervisor import Supervisor
 from stratad.topology import DeviceSpec
 from stratad.version import commit, package_hash
+from stratad.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +81,7 @@ def run(config: Config, notifier: Notifier) -> int:
         endpoints = _listen(config, paths, access)
         stack.callback(_unlink_sockets, paths)
         notifier.starting("taking over from an earlier daemon", START_STEP_S)
-        legacy = _legacy(config.daemon.instance, key, [d.worker for d in devices])
-        now = Instant(time.monotonic(), time.time())
-        core = Core(settings, {d.worker: d.device for d in devices}, now, legacy)
+        core = _take_over(settings, key, devices)
         journal = Journal(config.daemon.instance, core.records)
         stack.callback(journal.close)
         try:
@@ -98,6 +97,7 @@ def run(config: Config, notifier: Notifier) -> int:
             Processes(import_torch=any(not d.device.startswith("cpu:") for d in devices)),
             {d.worker: _spec(config, paths, key, d) for d in devices},
             access,
+            watch=stack.enter_context(Watch.open()),
             journal=journal,
             lock=lock,
             stop_s=config.deadlines.stop_s,
@@ -137,6 +137,17 @@ def _refuse_served(instance: str, paths: SocketPaths) -> None:
     if listens(paths.life, socket.SOCK_SEQPACKET):
         pid, _ = listener(paths.life, socket.SOCK_SEQPACKET) or ("?", -1)
         raise InstanceLocked(f"instance {instance!r} is served by another daemon (pid {pid}), which has lost its lock")
+
+
+def _take_over(settings: Settings, key: bytes, devices: list[DeviceSpec]) -> Core:
+    """The core, with what an earlier daemon left. Of that nothing else may be kept: it is as large as the catalog.
+
+    Raises:
+        ForeignJournal, OSError: it cannot be told what was left.
+    """
+    legacy = _legacy(settings.instance, key, [d.worker for d in devices])
+    now = Instant(time.monotonic(), time.time())
+    return Core(settings, {d.worker: d.device for d in devices}, now, legacy)
 
 
 def _legacy(instance: str, key: bytes, workers: list[str]) -> Legacy:
