@@ -1385,10 +1385,18 @@ class Exited(Message, frozen=True, tag="exited"):
     status: int
 
 
+class ForkFailed(Message, frozen=True, tag="fork_failed"):
+    """An order that could not be carried out (the limit of processes, say): there is no process and will be none."""
+
+    worker: str
+    generation: int
+    message: str
+
+
 class TemplateReady(Message, frozen=True, tag="template_ready"):
     """The template has imported what workers need."""
 
     import_s: float
 
 
-TemplateNews: TypeAlias = Forked | Exited | TemplateReady
+TemplateNews: TypeAlias = Forked | ForkFailed | Exited | TemplateReady

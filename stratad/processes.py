@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ipc.codec import BadFrame, decode, encode
-from ipc.messages import Exited, Forked, TemplateNews, TemplateReady, WorkerSpec
+from ipc.messages import Exited, Forked, ForkFailed, TemplateNews, TemplateReady, WorkerSpec
 
 PACKET_BYTES: Final = 256 * 1024
 STATUS_WAIT_S: Final = 0.05
@@ -139,6 +139,7 @@ class Processes:
     unforked: dict[str, float] = field(
         default_factory=dict
     )  # worker that is to be killed but was not forked: until when
+    unable: list[ForkFailed] = field(default_factory=list)  # orders that came to nothing; the caller takes them out
     dying: int = 0  # workers whose end is proven, whose exit status or last answers are still awaited
 
     def spawn(self, spec: WorkerSpec, now_s: float) -> None:
@@ -172,7 +173,7 @@ class Processes:
             self.waiting.pop(0)
 
     def take_news(self) -> list[WorkerProc]:
-        """Read the template's news; returns the workers forked since."""
+        """Read the template's news; returns the workers forked since. Those that could not be are in `unable`."""
         forked: list[WorkerProc] = []
         if self.template is None:
             return forked
@@ -189,6 +190,9 @@ class Processes:
                     self.workers[news.worker] = proc
                     self.unforked.pop(news.worker, None)
                     forked.append(proc)
+                case ForkFailed():
+                    self.unforked.pop(news.worker, None)
+                    self.unable.append(news)
                 case Exited():
                     for proc in self.workers.values():
                         if proc.pid == news.pid:

@@ -118,6 +118,9 @@ class WorkerSide:
             lifeline = self._unclaimed.pop(proc.pid, None)
             if lifeline is not None:
                 self._adopt(proc.worker, lifeline)
+        while self.processes.unable:
+            order = self.processes.unable.pop(0)
+            self._ended(order.worker, order.generation, f"it cannot be forked: {order.message}")
 
     def _on_template_gone(self) -> None:
         template = self.processes.template

@@ -166,3 +166,27 @@ def test_a_bug_in_writing_the_journal_is_an_answer_and_not_silence(tmp_path: Pat
         assert caught.value.code == "journal_unwritable"
         assert client.stats().counters["internal_errors"] == 1
         assert client.list_images() == []
+
+
+def test_a_worker_that_cannot_be_forked_costs_the_others_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'workers.main' in sys.orig_argv:\n"
+        "    import os\n"
+        "    fork, forks = os.fork, [0]\n"
+        "    def limited():\n"
+        "        forks[0] += 1\n"
+        "        if forks[0] == 3:\n"
+        "            raise BlockingIOError(11, 'no room for another process')\n"
+        "        return fork()\n"
+        "    os.fork = limited\n"
+    )
+    path = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
+    with DaemonProcess("cpu:2", environ={"PYTHONPATH": path}) as daemon, daemon.client() as client:
+        wait_until(lambda: client.stats().health == "ok")
+        other, victim = (worker.pid for worker in client.stats().workers)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: client.stats().workers[1].pid not in (0, victim), timeout_s=20)
+        wait_until(lambda: client.stats().health == "ok", timeout_s=20)
+        assert [(w.pid == other, w.deaths) for w in client.stats().workers] == [(True, 0), (False, 2)]
+        assert "it cannot be forked: [Errno 11] no room for another process" in daemon.log
