@@ -2,8 +2,12 @@
 
 Four closed unions: `Request` (client to daemon), `Reply` (daemon to client), `Command` (supervisor to worker) and
 `Report` (worker to supervisor); `TemplateOrder` and `TemplateNews` run between supervisor and template. Each message is
-a msgpack map whose key ``t`` names its type. Rules of change: a new field has a default, a field never changes its type
-or meaning, unknown fields are ignored by the receiver, and anything else raises `PROTOCOL_VERSION`.
+a msgpack map whose key ``t`` names its type.
+
+Rules of change for `Request` and `Reply` (the others run between processes of one installation): a new field has a
+default, which means what was meant before there was the field; a field never changes its type or meaning; unknown
+fields are ignored by the receiver; a new request may come, and a new reply that nobody gets who did not send a new
+request or a new field. Anything else raises `PROTOCOL_VERSION`. What a version promised is held to by the tests.
 
 Rows are packed as in `shm.rows`, places as in `shm.extent`, tokens and token positions as little-endian u32, digests as
 16 bytes each. Where rows are named, each stage has one entry a group of its layout, in the order of their numbers (see
