@@ -118,6 +118,7 @@ def run(config: Config, notifier: Notifier) -> int:
             ),
         )
         gc.collect()
+        _give_memory_back()
         gc.freeze()
         supervisor.run()
         kept = len(core.state.catalog.images) if config.ram.keep else 0
@@ -344,6 +345,13 @@ def _faults(orders: str, worker: str) -> dict[str, str]:
         if name == worker:
             found[f"{key}#{generation}" if generation else key] = when
     return found
+
+
+def _give_memory_back() -> None:
+    """What the start needed for a moment, above all to read a journal: the allocator would keep as much for good."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def _become_subreaper() -> None:
