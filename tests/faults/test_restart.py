@@ -225,7 +225,8 @@ def test_purge_frees_what_a_stopped_daemon_kept(capsys: pytest.CaptureFixture[st
 
 def test_what_reading_a_large_journal_took_is_given_back() -> None:
     def lost(number: int) -> ImageRecord:
-        stage = StageRecord(b"\1\0\0\0", b"\1\0\0\0", b"nowhere", bytes(16), (("xxh3-128", b"12345678"),), b"\0")
+        places, makers = os.urandom(480), (("xxh3-128", b"12345678"),)
+        stage = StageRecord(bytes(80), b"\1\0\0\0" * 20, places, os.urandom(320), makers, bytes(20))
         return ImageRecord(
             number, "ns", 0, "f", {"model": "m"}, ("cpu:0",), f"c{number}", os.urandom(20_000), 1, (), None, (stage,),
             1.5, False,
@@ -235,11 +236,11 @@ def test_what_reading_a_large_journal_took_is_given_back() -> None:
         with daemon.client():
             before = psutil.Process(daemon.pid).memory_info().rss
         daemon.kill()
-        journal = Journal(daemon.instance, [lost(number) for number in range(1, 2000)])
+        journal = Journal(daemon.instance, [lost(number) for number in range(1, 4000)])
         journal.open()
-        assert journal.file_bytes > 40 * 10**6
+        assert journal.file_bytes > 80 * 10**6
         journal.close()
         daemon.start()
         with daemon.client() as client:
-            assert client.stats().counters["images_lost"] == 1999
+            assert client.stats().counters["images_lost"] == 3999
             assert psutil.Process(daemon.pid).memory_info().rss < before + 16 * 1024 * 1024
