@@ -14,7 +14,7 @@ import zmq
 
 from ipc.lifeline import LifelineServer, Refused
 from ipc.logs import fields
-from ipc.messages import Faults, Reply, StatsReply, WorkerSpec
+from ipc.messages import Faults, MemoryReply, Reply, StatsReply, WorkerSpec
 from ipc.server import FLUSH_S
 from shm.janitor import remove_segment
 from stratad import ledger
@@ -282,6 +282,8 @@ class Supervisor:
             message = msgspec.structs.replace(
                 message, memory=ledger.resident(self._members(message)), journal_bytes=self._journal.file_bytes
             )
+        elif isinstance(message, MemoryReply):
+            message = msgspec.structs.replace(message, journal_bytes=self._journal.file_bytes)
         elif isinstance(message, Faults) and self._points is not None:
             message = msgspec.structs.replace(message, points=dict(self._points.passed))
         self._clients.reply(client, message)
