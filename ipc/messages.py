@@ -948,8 +948,8 @@ class StatsReply(Message, frozen=True, tag="stats_reply"):
 class MemoryReply(Message, frozen=True, tag="memory_reply"):
     """Answer to `Memory`. `keep` samples a process are kept, taken every `sample_s`; they take `samples_bytes` now and
     `samples_bound_bytes` at most. `unwatched` processes were too many to be sampled or to be sent. The last round of
-    samples took the supervisor `round_s`, and one wake-up of it never more than `longest_s`. `journal_bytes` are those of
-    /dev/shm that the journal takes: no process has them mapped, they are resident all the same.
+    samples took the supervisor `round_s`, and one wake-up of it never more than `longest_s`. `journal_bytes` of
+    /dev/shm are the journal's: no process has them mapped, they are resident all the same.
     """
 
     seq: int

@@ -9,7 +9,7 @@ import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from ipc.lifeline import LifelineServer
 from ipc.listening import listener, listens
@@ -82,15 +82,8 @@ def run(config: Config, notifier: Notifier) -> int:
         stack.callback(_unlink_sockets, paths)
         notifier.starting("taking over from an earlier daemon", START_STEP_S)
         core = _take_over(settings, key, devices)
-        journal = Journal(config.daemon.instance, core.records)
+        journal = _open_journal(core, config.daemon.instance)
         stack.callback(journal.close)
-        try:
-            journal.open()
-        except JournalError as exc:
-            log.error("the journal cannot be written: captures are refused until it can", extra=fields(why=str(exc)))
-        removed = remove_segments(config.daemon.instance, core.segments)
-        if removed:
-            log.warning("removed segments of an earlier daemon", extra=fields(count=len(removed)))
         supervisor = Supervisor(
             core,
             endpoints,
@@ -127,6 +120,19 @@ def run(config: Config, notifier: Notifier) -> int:
             remove_journal(config.daemon.instance)
         log.info("stopped", extra=fields(images_kept=kept))
     return 0
+
+
+def _open_journal(core: Core, instance: str) -> Journal:
+    """A fresh journal in place of the earlier daemon's; then segments that only that one names can go."""
+    journal = Journal(instance, core.records)
+    try:
+        journal.open()
+    except JournalError as exc:
+        log.error("the journal cannot be written: captures are refused until it can", extra=fields(why=str(exc)))
+    removed = remove_segments(instance, core.segments)
+    if removed:
+        log.warning("removed segments of an earlier daemon", extra=fields(count=len(removed)))
+    return journal
 
 
 def _refuse_served(instance: str, paths: SocketPaths) -> None:
@@ -219,18 +225,7 @@ def _devices(config: Config) -> list[DeviceSpec]:
 
 
 def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Settings:
-    budget_bytes = config.ram.budget_bytes
-    source = "configuration"
-    if budget_bytes == "auto":
-        headroom = memory_headroom()
-        free_bytes = shutil.disk_usage(MOUNT).free
-        bound = headroom.limited_by if headroom.free_bytes <= free_bytes else str(MOUNT)
-        least_bytes = min(headroom.free_bytes, free_bytes)
-        budget_bytes = int(least_bytes * AUTO_SHARE)
-        source = f"a quarter of the {least_bytes} bytes free under {bound}"
-        log.info("memory budget", extra=fields(budget_bytes=budget_bytes, source=source))
-    else:
-        _warn_of_budget(budget_bytes)
+    budget_bytes, source = _budget(config.ram.budget_bytes)
     arena_bytes = budget_bytes // len(devices)
     shuttle_bytes = min(config.ram.shuttle_bytes, arena_bytes // GRANULE_BYTES * GRANULE_BYTES)
     if shuttle_bytes < LEAST_SHUTTLE_BYTES:
@@ -286,6 +281,21 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
             *((("testing.allow_faults", "true"),) if config.testing.allow_faults else ()),
         ),
     )
+
+
+def _budget(wanted: int | Literal["auto"]) -> tuple[int, str]:
+    """The bytes for images, and where that number comes from."""
+    if wanted != "auto":
+        _warn_of_budget(wanted)
+        return wanted, "configuration"
+    headroom = memory_headroom()
+    free_bytes = shutil.disk_usage(MOUNT).free
+    bound = headroom.limited_by if headroom.free_bytes <= free_bytes else str(MOUNT)
+    least_bytes = min(headroom.free_bytes, free_bytes)
+    budget_bytes = int(least_bytes * AUTO_SHARE)
+    source = f"a quarter of the {least_bytes} bytes free under {bound}"
+    log.info("memory budget", extra=fields(budget_bytes=budget_bytes, source=source))
+    return budget_bytes, source
 
 
 def _warn_of_budget(budget_bytes: int) -> None:
