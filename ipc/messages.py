@@ -2,8 +2,12 @@
 
 Four closed unions: `Request` (client to daemon), `Reply` (daemon to client), `Command` (supervisor to worker) and
 `Report` (worker to supervisor); `TemplateOrder` and `TemplateNews` run between supervisor and template. Each message is
-a msgpack map whose key ``t`` names its type. Rules of change: a new field has a default, a field never changes its type
-or meaning, unknown fields are ignored by the receiver, and anything else raises `PROTOCOL_VERSION`.
+a msgpack map whose key ``t`` names its type.
+
+Rules of change for `Request` and `Reply` (the others run between processes of one installation): a new field has a
+default, which means what was meant before there was the field; a field never changes its type or meaning; unknown
+fields are ignored by the receiver; a new request may come, and a new reply that nobody gets who did not send a new
+request or a new field. Anything else raises `PROTOCOL_VERSION`. What a version promised is held to by the tests.
 
 Rows are packed as in `shm.rows`, places as in `shm.extent`, tokens and token positions as little-endian u32, digests as
 16 bytes each. Where rows are named, each stage has one entry a group of its layout, in the order of their numbers (see
@@ -944,7 +948,8 @@ class StatsReply(Message, frozen=True, tag="stats_reply"):
 class MemoryReply(Message, frozen=True, tag="memory_reply"):
     """Answer to `Memory`. `keep` samples a process are kept, taken every `sample_s`; they take `samples_bytes` now and
     `samples_bound_bytes` at most. `unwatched` processes were too many to be sampled or to be sent. The last round of
-    samples took the supervisor `round_s`, and one wake-up of it never more than `longest_s`.
+    samples took the supervisor `round_s`, and one wake-up of it never more than `longest_s`. `journal_bytes` of
+    /dev/shm are the journal's: no process has them mapped, they are resident all the same.
     """
 
     seq: int
@@ -959,6 +964,7 @@ class MemoryReply(Message, frozen=True, tag="memory_reply"):
     processes: tuple[MemoryProcess, ...]
     arenas: tuple[MemoryArena, ...]
     warnings: tuple[MemoryWarning, ...]
+    journal_bytes: int = 0
 
 
 class Images(Message, frozen=True, tag="images"):
@@ -1395,10 +1401,18 @@ class Exited(Message, frozen=True, tag="exited"):
     status: int
 
 
+class ForkFailed(Message, frozen=True, tag="fork_failed"):
+    """An order that could not be carried out (the limit of processes, say): there is no process and will be none."""
+
+    worker: str
+    generation: int
+    message: str
+
+
 class TemplateReady(Message, frozen=True, tag="template_ready"):
     """The template has imported what workers need."""
 
     import_s: float
 
 
-TemplateNews: TypeAlias = Forked | Exited | TemplateReady
+TemplateNews: TypeAlias = Forked | ForkFailed | Exited | TemplateReady

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Self
 
 import zmq
 
+from ipc.codec import BadFrame
 from ipc.rundir import GROUP_REACH, Reach, check_socket_path, owner_only, prepare_directory, set_reach
 from ipc.wire import receive_all, send_to_now
 
@@ -52,6 +53,17 @@ class Incoming(NamedTuple):
     frame: bytes
     frame_count: int
     descriptor: int = -1
+
+
+def one_frame(incoming: Incoming) -> bytes:
+    """The frame of a message.
+
+    Raises:
+        BadFrame: it has none or more than one.
+    """
+    if incoming.frame_count != 1:
+        raise BadFrame("bad_frame", f"a message has one frame after the identity, got {incoming.frame_count}")
+    return incoming.frame
 
 
 @dataclass(slots=True)
@@ -193,6 +205,12 @@ class RouterServer:
         queue.held_bytes = held_bytes
         self._pending_bytes += len(frame)
         return Sent.QUEUED
+
+    def reaches(self, peer: bytes) -> bool:
+        """Whether ZeroMQ still has a connection of this peer, whatever waits for it. It is asked by an empty frame, so
+        only of a peer that is ending: others would take it for a message.
+        """
+        return self._try_send(peer, b"") is not Sent.UNREACHABLE
 
     def flush(self) -> list[bytes]:
         """Send from the queues what the peers now take; returns the peers that turned out to be gone.

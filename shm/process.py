@@ -73,7 +73,7 @@ def open_pidfd(pid: int, start_ticks_then: int) -> int:
     # Read after the open: if the number was reused before the open, the start time tells.
     try:
         now = start_ticks(pid)
-    except ProcessLookupError:
+    except OSError:  # gone, or there was a descriptor for the pidfd but none to read /proc with
         os.close(pidfd)
         raise
     if now != start_ticks_then:

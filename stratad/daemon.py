@@ -9,7 +9,7 @@ import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from ipc.lifeline import LifelineServer
 from ipc.listening import listener, listens
@@ -44,6 +44,7 @@ from stratad.processes import Processes
 from stratad.supervisor import Supervisor
 from stratad.topology import DeviceSpec
 from stratad.version import commit, package_hash
+from stratad.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -80,24 +81,16 @@ def run(config: Config, notifier: Notifier) -> int:
         endpoints = _listen(config, paths, access)
         stack.callback(_unlink_sockets, paths)
         notifier.starting("taking over from an earlier daemon", START_STEP_S)
-        legacy = _legacy(config.daemon.instance, key, [d.worker for d in devices])
-        now = Instant(time.monotonic(), time.time())
-        core = Core(settings, {d.worker: d.device for d in devices}, now, legacy)
-        journal = Journal(config.daemon.instance, core.records)
+        core = _take_over(settings, key, devices)
+        journal = _open_journal(core, config.daemon.instance)
         stack.callback(journal.close)
-        try:
-            journal.open()
-        except JournalError as exc:
-            log.error("the journal cannot be written: captures are refused until it can", extra=fields(why=str(exc)))
-        removed = remove_segments(config.daemon.instance, core.segments)
-        if removed:
-            log.warning("removed segments of an earlier daemon", extra=fields(count=len(removed)))
         supervisor = Supervisor(
             core,
             endpoints,
             Processes(import_torch=any(not d.device.startswith("cpu:") for d in devices)),
             {d.worker: _spec(config, paths, key, d) for d in devices},
             access,
+            watch=stack.enter_context(Watch.open()),
             journal=journal,
             lock=lock,
             stop_s=config.deadlines.stop_s,
@@ -118,6 +111,7 @@ def run(config: Config, notifier: Notifier) -> int:
             ),
         )
         gc.collect()
+        _give_memory_back()
         gc.freeze()
         supervisor.run()
         kept = len(core.state.catalog.images) if config.ram.keep else 0
@@ -126,6 +120,19 @@ def run(config: Config, notifier: Notifier) -> int:
             remove_journal(config.daemon.instance)
         log.info("stopped", extra=fields(images_kept=kept))
     return 0
+
+
+def _open_journal(core: Core, instance: str) -> Journal:
+    """A fresh journal in place of the earlier daemon's; then segments that only that one names can go."""
+    journal = Journal(instance, core.records)
+    try:
+        journal.open()
+    except JournalError as exc:
+        log.error("the journal cannot be written: captures are refused until it can", extra=fields(why=str(exc)))
+    removed = remove_segments(instance, core.segments)
+    if removed:
+        log.warning("removed segments of an earlier daemon", extra=fields(count=len(removed)))
+    return journal
 
 
 def _refuse_served(instance: str, paths: SocketPaths) -> None:
@@ -137,6 +144,17 @@ def _refuse_served(instance: str, paths: SocketPaths) -> None:
     if listens(paths.life, socket.SOCK_SEQPACKET):
         pid, _ = listener(paths.life, socket.SOCK_SEQPACKET) or ("?", -1)
         raise InstanceLocked(f"instance {instance!r} is served by another daemon (pid {pid}), which has lost its lock")
+
+
+def _take_over(settings: Settings, key: bytes, devices: list[DeviceSpec]) -> Core:
+    """The core, with what an earlier daemon left. Of that nothing else may be kept: it is as large as the catalog.
+
+    Raises:
+        ForeignJournal, OSError: it cannot be told what was left.
+    """
+    legacy = _legacy(settings.instance, key, [d.worker for d in devices])
+    now = Instant(time.monotonic(), time.time())
+    return Core(settings, {d.worker: d.device for d in devices}, now, legacy)
 
 
 def _legacy(instance: str, key: bytes, workers: list[str]) -> Legacy:
@@ -207,18 +225,7 @@ def _devices(config: Config) -> list[DeviceSpec]:
 
 
 def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Settings:
-    budget_bytes = config.ram.budget_bytes
-    source = "configuration"
-    if budget_bytes == "auto":
-        headroom = memory_headroom()
-        free_bytes = shutil.disk_usage(MOUNT).free
-        bound = headroom.limited_by if headroom.free_bytes <= free_bytes else str(MOUNT)
-        least_bytes = min(headroom.free_bytes, free_bytes)
-        budget_bytes = int(least_bytes * AUTO_SHARE)
-        source = f"a quarter of the {least_bytes} bytes free under {bound}"
-        log.info("memory budget", extra=fields(budget_bytes=budget_bytes, source=source))
-    else:
-        _warn_of_budget(budget_bytes)
+    budget_bytes, source = _budget(config.ram.budget_bytes)
     arena_bytes = budget_bytes // len(devices)
     shuttle_bytes = min(config.ram.shuttle_bytes, arena_bytes // GRANULE_BYTES * GRANULE_BYTES)
     if shuttle_bytes < LEAST_SHUTTLE_BYTES:
@@ -274,6 +281,21 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
             *((("testing.allow_faults", "true"),) if config.testing.allow_faults else ()),
         ),
     )
+
+
+def _budget(wanted: int | Literal["auto"]) -> tuple[int, str]:
+    """The bytes for images, and where that number comes from."""
+    if wanted != "auto":
+        _warn_of_budget(wanted)
+        return wanted, "configuration"
+    headroom = memory_headroom()
+    free_bytes = shutil.disk_usage(MOUNT).free
+    bound = headroom.limited_by if headroom.free_bytes <= free_bytes else str(MOUNT)
+    least_bytes = min(headroom.free_bytes, free_bytes)
+    budget_bytes = int(least_bytes * AUTO_SHARE)
+    source = f"a quarter of the {least_bytes} bytes free under {bound}"
+    log.info("memory budget", extra=fields(budget_bytes=budget_bytes, source=source))
+    return budget_bytes, source
 
 
 def _warn_of_budget(budget_bytes: int) -> None:
@@ -333,6 +355,13 @@ def _faults(orders: str, worker: str) -> dict[str, str]:
         if name == worker:
             found[f"{key}#{generation}" if generation else key] = when
     return found
+
+
+def _give_memory_back() -> None:
+    """What the start needed for a moment, above all to read a journal: the allocator would keep as much for good."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def _become_subreaper() -> None:

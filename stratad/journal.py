@@ -16,6 +16,7 @@ records go to both, and then it takes the old one's name. Only the holder of the
 """
 
 import contextlib
+import errno
 import os
 import stat
 import struct
@@ -45,6 +46,8 @@ SMALL_BYTES: Final = 4096
 # Compacted when dead records take more than the live ones and this, a piece of so many bytes at a time.
 SLACK_BYTES: Final = 2 * STEP_BYTES
 COPY_BYTES: Final = 512 * 1024
+# What found no room is tried again after this, and not at each turn of the loop.
+AGAIN_S: Final = 0.5
 _MODE: Final = 0o600
 
 
@@ -230,6 +233,8 @@ class Journal:
         self._next_live: dict[str, _Live] = {}
         self._todo: list[str] = []
         self._compact_above = 0
+        self._now_s = self._again_s = 0.0
+        self._nameless = False  # its file was removed, and there was no room for another
 
     def open(self) -> None:
         """Make a fresh file that begins with the first records, and replace the one that is there in one step. Without
@@ -280,7 +285,10 @@ class Journal:
         self.open()
         file = self._file
         assert file is not None
+        if self._nameless:  # what is written there is not found by the next daemon
+            raise JournalError(errno.ENOENT, f"{self._path}: somebody removed it, and it cannot be written anew yet")
         records = tuple(records)
+        changes = [subjects(record) for record in records]
         payloads = [encode(record) for record in records]
         total = sum(map(len, payloads)) + FRAME_BYTES * len(payloads)
         try:
@@ -289,26 +297,31 @@ class Journal:
             file.write(b"".join(map(file.frame, payloads)))
         except OSError as exc:
             raise JournalError(exc.errno, f"{file.path}: {exc.strerror or exc}") from exc
-        for record, payload in zip(records, payloads, strict=True):
+        for (subject, ended), payload in zip(changes, payloads, strict=True):
             place = _Live(at + FRAME_BYTES, len(payload))
             at += FRAME_BYTES + len(payload)
-            subject, ended = subjects(record)
             self._note(subject, ended, place)
             self._mirror(payload, subject, ended)
 
-    def tend(self) -> None:
+    def tend(self, now_s: float) -> None:
         """Allocate ahead, and take a step of compaction where that is due. Called by the loop at each turn."""
         file = self._file
         if file is None:
             return
+        self._now_s = now_s
         if self._next is not None:
             self._copy_some(file)
             return
-        with contextlib.suppress(OSError):  # the next append says so
+        self._nameless = not file.has_its_name()
+        if now_s < self._again_s:
+            return
+        try:
             file.allocate(2 * RESERVE_BYTES)
+        except OSError:  # the next append says so
+            self._again_s = now_s + AGAIN_S
         dead = file.end - self._live_bytes
         wasteful = dead > self._live_bytes + SLACK_BYTES and file.end > self._compact_above
-        if wasteful or not file.has_its_name():
+        if wasteful or self._nameless:
             self._begin_compaction(file)
 
     def close(self) -> None:
@@ -337,7 +350,9 @@ class Journal:
             self._next = _File.create(self._new_path)
         except OSError:
             self._compact_above = file.end + STEP_BYTES  # no room now: try again later
+            self._again_s = self._now_s + AGAIN_S
             return
+        self._nameless = False  # from now on both files are written
         self._next_live = {}
         self._todo = list(reversed(self._live))
 
@@ -388,8 +403,10 @@ class Journal:
     def _abandon(self) -> None:
         if self._next is not None:
             self._compact_above = self._next.end + STEP_BYTES
+            self._again_s = self._now_s + AGAIN_S
             self._next.close()
-            self._next.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what was to be appended is written all the same
+                self._next.path.unlink(missing_ok=True)
             self._next = None
             self._todo = []
 

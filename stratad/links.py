@@ -43,7 +43,8 @@ class ClientLink:
 @dataclass(slots=True, eq=False)
 class WorkerLink:
     """The current process of a worker: its secret, its identity and the way to it. `early` is what it said before the
-    template told of it: then neither its pid is known nor which lifeline is its own.
+    template told of it: then neither its pid is known nor which lifeline is its own. `hung_up_s`: when its lifeline
+    ended.
     """
 
     generation: int
@@ -52,6 +53,7 @@ class WorkerLink:
     channel: WorkerChannel
     greeted: bool = False
     early: list[Incoming] = field(default_factory=list)
+    hung_up_s: float | None = None
 
 
 class ClientLinks:

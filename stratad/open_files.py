@@ -12,6 +12,8 @@ PER_CLIENT: Final = 3
 POOLS_PER_CLIENT: Final = 8
 # Sockets, pidfds, logs, libraries, and accepting one too many to tell him so.
 OWN: Final = 64
+# For one client.
+LEAST: Final = OWN + PER_CLIENT + POOLS_PER_CLIENT
 
 
 def raise_open_files(max_clients: int) -> int:
@@ -23,9 +25,8 @@ def raise_open_files(max_clients: int) -> int:
         ValueError: it does not do for one client.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least = OWN + PER_CLIENT + POOLS_PER_CLIENT
-    if hard < least:
-        raise ValueError(f"{hard} open files are allowed, at least {least} are needed: raise LimitNOFILE (ulimit -Hn)")
+    if hard < LEAST:
+        raise ValueError(f"{hard} open files are allowed, at least {LEAST} are needed: raise LimitNOFILE (ulimit -Hn)")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     needed = OWN + max_clients * (PER_CLIENT + POOLS_PER_CLIENT)
     if hard < needed:

@@ -11,14 +11,17 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from ipc.codec import BadFrame, decode, encode
-from ipc.messages import Exited, Forked, TemplateNews, TemplateReady, WorkerSpec
+from ipc.messages import Exited, Forked, ForkFailed, TemplateNews, TemplateReady, WorkerSpec
 
 PACKET_BYTES: Final = 256 * 1024
 STATUS_WAIT_S: Final = 0.05
+# For the last answers of a worker that has gone; milliseconds, unless the host is very busy.
+LAST_WORDS_S: Final = 0.25
 TEMPLATE_BACKOFF_S: Final = 1.0
 # A template that has taken an order and has not forked this long after the order was to be undone does not work.
 UNFORKED_S: Final = 2.0
@@ -136,7 +139,8 @@ class Processes:
     unforked: dict[str, float] = field(
         default_factory=dict
     )  # worker that is to be killed but was not forked: until when
-    dying: int = 0  # workers whose end is proven and whose exit status is still awaited
+    unable: list[ForkFailed] = field(default_factory=list)  # orders that came to nothing; the caller takes them out
+    dying: int = 0  # workers whose end is proven, whose exit status or last answers are still awaited
 
     def spawn(self, spec: WorkerSpec, now_s: float) -> None:
         """Order a worker; without a template the order waits for the next one."""
@@ -169,7 +173,7 @@ class Processes:
             self.waiting.pop(0)
 
     def take_news(self) -> list[WorkerProc]:
-        """Read the template's news; returns the workers forked since."""
+        """Read the template's news; returns the workers forked since. Those that could not be are in `unable`."""
         forked: list[WorkerProc] = []
         if self.template is None:
             return forked
@@ -186,6 +190,9 @@ class Processes:
                     self.workers[news.worker] = proc
                     self.unforked.pop(news.worker, None)
                     forked.append(proc)
+                case ForkFailed():
+                    self.unforked.pop(news.worker, None)
+                    self.unable.append(news)
                 case Exited():
                     for proc in self.workers.values():
                         if proc.pid == news.pid:
@@ -221,16 +228,19 @@ class Processes:
                 if proc.pid == info.si_pid:
                     proc.status = os.waitstatus_to_exitcode(wait_status)
 
-    def gone(self, now_s: float) -> list[tuple[WorkerProc, str]]:
+    def gone(self, now_s: float, heard_out: Callable[[WorkerProc], bool]) -> list[tuple[WorkerProc, str]]:
         """Workers proven gone, each with the reason; the caller closes their pidfds. A short wait lets the exit status
-        arrive.
+        arrive, and another one, until `heard_out`, the last answers. To be asked at each turn while any is `dying`.
         """
         found: list[tuple[WorkerProc, str]] = []
         for proc in list(self.workers.values()):
             if proc.gone_s is None and _readable(proc.pidfd):
                 proc.gone_s = now_s
                 self.dying += 1
-            if proc.gone_s is None or (proc.status is None and now_s - proc.gone_s < STATUS_WAIT_S):
+            if proc.gone_s is None:
+                continue
+            waited_s = now_s - proc.gone_s
+            if (proc.status is None and waited_s < STATUS_WAIT_S) or (waited_s < LAST_WORDS_S and not heard_out(proc)):
                 continue
             del self.workers[proc.worker]
             self.dying -= 1

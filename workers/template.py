@@ -2,7 +2,7 @@
 
 Its only peer is the supervisor, at the other end of a SEQPACKET socket pair::
 
-    template -> supervisor   TemplateReady, Forked (with the worker's pidfd), Exited
+    template -> supervisor   TemplateReady, Forked (with the worker's pidfd), ForkFailed, Exited
     supervisor -> template   WorkerSpec;  end of file: exit
 
 Everything happens on the main thread: a parent-death signal fires when the forking thread ends.
@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 
 from ipc.codec import BadFrame, decode, encode
 from ipc.logs import setup_logs
-from ipc.messages import Exited, Forked, TemplateNews, TemplateReady, WorkerSpec
+from ipc.messages import Exited, Forked, ForkFailed, TemplateNews, TemplateReady, WorkerSpec
 from workers import exit_codes
 from workers.process import die_with_parent, run_and_exit, set_process_name
 
@@ -75,7 +75,11 @@ def _fork(channel: socket.socket, spec: WorkerSpec, own_fds: tuple[int, int]) ->
     born_s = time.monotonic()
     told_read, told_write = os.pipe2(os.O_CLOEXEC)
     try:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as exc:  # the limit of processes: the workers that are there go on
+            _send(channel, ForkFailed(spec.worker, spec.generation, str(exc)))
+            return
         if pid == 0:
             os.close(told_write)
             _be_worker(channel, spec, template_pid, born_s, own_fds, told=told_read)

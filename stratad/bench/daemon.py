@@ -201,17 +201,20 @@ class PrivateDaemon:
 
     def close(self) -> None:
         """Stop it (SIGTERM, then SIGKILL), and remove its folder and what it may have left in /dev/shm. Idempotent."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
+        try:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
                 self._process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        for path in _SHM.glob(f"stratad.{self.instance}.*"):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        except BaseException:  # a second Ctrl-C: nothing may stay behind all the same
+            self.kill()
+            raise
+        finally:
+            for path in _SHM.glob(f"stratad.{self.instance}.*"):
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

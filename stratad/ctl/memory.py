@@ -53,6 +53,7 @@ def describe(reply: MemoryReply, share_of: ShareOf | None = None) -> Answer:
         *_movement(reply.processes),
         "",
         *_arenas(reply),
+        f"journal: {human_bytes(reply.journal_bytes)} of /dev/shm, which no process has mapped",
         *_history(reply.processes),
     ]
     return Answer(ExitCode.DEGRADED if reply.warnings else ExitCode.OK, lines, data)

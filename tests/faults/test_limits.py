@@ -12,6 +12,7 @@ import pytest
 
 from stratad.client import Client
 from stratad.errors import DeadlineExceeded, NoSpace
+from stratad.open_files import LEAST, POOLS_PER_CLIENT
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import FakeEngine, slot_layout
 from tests.support.namespaces import MIB, SmallShm
@@ -76,12 +77,24 @@ def test_a_worker_out_of_descriptors_makes_no_shuttle_and_is_not_ended_by_that()
 
 
 def test_too_few_open_files_for_anybody_is_said_at_the_start() -> None:
-    daemon = DaemonProcess("cpu:1", prefix=("prlimit", "--nofile=64:64", "--"))
+    few = LEAST - 1
+    daemon = DaemonProcess("cpu:1", prefix=("prlimit", f"--nofile={few}:{few}", "--"))
     refused = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20, check=False)
     daemon.close()
     assert refused.returncode == 1
-    assert "64 open files are allowed, at least 74 are needed: raise LimitNOFILE" in refused.stderr
+    assert f"{few} open files are allowed, at least {LEAST} are needed: raise LimitNOFILE" in refused.stderr
     assert daemon.segments() == []
+
+
+def test_what_is_said_to_be_enough_open_files_does_for_one_client_with_all_pools() -> None:
+    pools = (LAYOUT,) * POOLS_PER_CLIENT
+    with (
+        DaemonProcess(f"cpu:{POOLS_PER_CLIENT}", prefix=("prlimit", f"--nofile={LEAST}:{LEAST}", "--")) as daemon,
+        daemon.client() as client,
+        FakeEngine(client, pools) as engine,
+    ):
+        check_round(engine, "a")
+        assert client.stats().counters.get("internal_errors", 0) == 0
 
 
 def test_on_one_allowed_cpu_all_workers_share_it() -> None:

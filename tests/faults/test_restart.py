@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from shm.shuttle import MOUNT
 from stratad.client import Client
+from stratad.core.records import ImageRecord, StageRecord
 from stratad.ctl.main import main as stratactl
 from stratad.errors import StratadError, UsageError
+from stratad.journal import Journal
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import FINGERPRINT, FakeEngine, slot_layout
 from tests.support.wait import wait_until
@@ -218,3 +221,26 @@ def test_purge_frees_what_a_stopped_daemon_kept(capsys: pytest.CaptureFixture[st
         assert len(daemon.segments()) == 4
         assert stratactl([*purge, "--yes"]) == 0
         assert daemon.segments() == []
+
+
+def test_what_reading_a_large_journal_took_is_given_back() -> None:
+    def lost(number: int) -> ImageRecord:
+        places, makers = os.urandom(480), (("xxh3-128", b"12345678"),)
+        stage = StageRecord(bytes(80), b"\1\0\0\0" * 20, places, os.urandom(320), makers, bytes(20))
+        return ImageRecord(
+            number, "ns", 0, "f", {"model": "m"}, ("cpu:0",), f"c{number}", os.urandom(20_000), 1, (), None, (stage,),
+            1.5, False,
+        )  # fmt: skip
+
+    with DaemonProcess("cpu:1", KEEP) as daemon:
+        with daemon.client():
+            before = psutil.Process(daemon.pid).memory_info().rss
+        daemon.kill()
+        journal = Journal(daemon.instance, [lost(number) for number in range(1, 4000)])
+        journal.open()
+        assert journal.file_bytes > 80 * 10**6
+        journal.close()
+        daemon.start()
+        with daemon.client() as client:
+            assert client.stats().counters["images_lost"] == 3999
+            assert psutil.Process(daemon.pid).memory_info().rss < before + 16 * 1024 * 1024

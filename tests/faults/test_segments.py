@@ -1,9 +1,12 @@
 """Segments that are taken away, damaged, foreign or somebody's who lives; daemons in namespaces of their own."""
 
 import contextlib
+import fcntl
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -89,6 +92,7 @@ def test_segments_that_somebody_removes_live_on_until_their_worker_ends() -> Non
         assert "shuttle 0 of cpu:1 is lost: there is no segment" in daemon.log
         names = {f"stratad.{daemon.instance}.{name}" for name in ("lock", "journal")}
         wait_until(lambda: names <= set(daemon.segments()), what="lock and journal")
+        wait_until(lambda: is_locked(MOUNT / f"stratad.{daemon.instance}.lock"), what="the lock to be held")
         elsewhere = [*daemon.command(), "--run-dir", str(daemon.home / "other")]
         third = subprocess.run(elsewhere, capture_output=True, timeout=20, check=False)
         assert (third.returncode, f"pid {daemon.pid}".encode() in third.stderr) == (3, True)
@@ -100,12 +104,26 @@ def test_segments_that_somebody_removes_live_on_until_their_worker_ends() -> Non
 def test_a_daemon_whose_lock_was_removed_is_not_taken_over() -> None:
     with DaemonProcess("cpu:1", {"memory.sample_s": "3600"}) as daemon, daemon.client() as client:
         wait_until(lambda: client.stats().health == "ok")
-        (MOUNT / f"stratad.{daemon.instance}.lock").unlink()
+        lock = MOUNT / f"stratad.{daemon.instance}.lock"
+        daemon.signal(signal.SIGSTOP)  # or it might take it anew before the other one looks
+        lock.unlink()
         held = inodes(daemon)
         second = subprocess.run(daemon.command(), capture_output=True, timeout=20, check=False)
+        daemon.signal(signal.SIGCONT)
         assert second.returncode == 3
         assert f"(pid {daemon.pid}), which has lost its lock".encode() in second.stderr
         assert held.items() <= inodes(daemon).items()
+        wait_until(lambda: is_locked(lock), what="the lock to be taken anew, with nobody looking at memory")
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process holds a flock on a file."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @pytest.mark.parametrize("harm", ["cut", "replaced"])

@@ -13,7 +13,7 @@ import zmq
 
 from ipc.lifeline import Lifeline
 from ipc.messages import PROTOCOL_VERSION
-from stratad.errors import UsageError
+from stratad.errors import StratadError, UsageError
 from stratad.paths import socket_paths
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import FakeEngine, slot_layout
@@ -140,3 +140,53 @@ def test_a_worker_that_is_quicker_than_the_news_of_its_fork_is_waited_for(tmp_pa
         engine.fill()
         engine.restore("a", range(300))
         assert engine.contents(range(300), 300) == expected
+
+
+def test_a_bug_in_writing_the_journal_is_an_answer_and_not_silence(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'stratad' in sys.orig_argv:\n"
+        "    import stratad.journal as journal\n"
+        "    append = journal.Journal.append\n"
+        "    def broken(self, records):\n"
+        "        records = tuple(records)\n"
+        "        if any(type(record).__name__ == 'ImageRecord' for record in records):\n"
+        "            raise KeyError('a bug')\n"
+        "        append(self, records)\n"
+        "    journal.Journal.append = broken\n"
+    )
+    path = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
+    with (
+        DaemonProcess("cpu:2", environ={"PYTHONPATH": path}) as daemon,
+        daemon.client() as client,
+        FakeEngine(client, LAYOUTS) as engine,
+    ):
+        with pytest.raises(StratadError, match="a bug of the daemon") as caught:
+            engine.capture("a", range(300), range(300))
+        assert caught.value.code == "journal_unwritable"
+        assert client.stats().counters["internal_errors"] == 1
+        assert client.list_images() == []
+
+
+def test_a_worker_that_cannot_be_forked_costs_the_others_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'workers.main' in sys.orig_argv:\n"
+        "    import os\n"
+        "    fork, forks = os.fork, [0]\n"
+        "    def limited():\n"
+        "        forks[0] += 1\n"
+        "        if forks[0] == 3:\n"
+        "            raise BlockingIOError(11, 'no room for another process')\n"
+        "        return fork()\n"
+        "    os.fork = limited\n"
+    )
+    path = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
+    with DaemonProcess("cpu:2", environ={"PYTHONPATH": path}) as daemon, daemon.client() as client:
+        wait_until(lambda: client.stats().health == "ok")
+        other, victim = (worker.pid for worker in client.stats().workers)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: client.stats().workers[1].pid not in (0, victim), timeout_s=20)
+        wait_until(lambda: client.stats().health == "ok", timeout_s=20)
+        assert [(w.pid == other, w.deaths) for w in client.stats().workers] == [(True, 0), (False, 2)]
+        assert "it cannot be forked: [Errno 11] no room for another process" in daemon.log

@@ -78,6 +78,7 @@ def test_what_a_capture_takes_is_explained() -> None:
             assert now.pid == was.pid
             assert now.shmem_bytes - was.shmem_bytes >= image_bytes
             assert term(now, "baseline", "anon") == term(was, "baseline", "anon") > 4 * MIB
+        assert after.journal_bytes == client.stats().journal_bytes > 0
         for process in after.processes:
             assert process.resident_bytes == process.residual_bytes + sum(t.bytes for t in process.terms)
             if process.role != "engine":

@@ -173,6 +173,7 @@ MEMORY = MemoryReply(
     processes=(WORKER_MEMORY, ENGINE_MEMORY),
     arenas=(MemoryArena("cpu:0", 2 << 30, 1 << 30, 1 << 30),),
     warnings=(),
+    journal_bytes=3 * 1024**2,
 )
 IMAGE = ImageInfo(
     image_id=3,

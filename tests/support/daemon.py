@@ -181,11 +181,13 @@ class DaemonProcess:
 
     def close(self) -> None:
         """Stop it if it runs, and remove what it left."""
-        if self._process is not None and self._process.poll() is None:
-            self.stop()
-        for name in self.segments():
-            (self._shm / name).unlink(missing_ok=True)
-        shutil.rmtree(self.home, ignore_errors=True)
+        try:
+            if self._process is not None and self._process.poll() is None:
+                self.stop()
+        finally:
+            for name in self.segments():
+                (self._shm / name).unlink(missing_ok=True)
+            shutil.rmtree(self.home, ignore_errors=True)
 
     def __enter__(self) -> Self:
         try:

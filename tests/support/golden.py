@@ -1,7 +1,8 @@
 """Golden frames: what is on the wire of this protocol version, one file a message type.
 
-``python -m tests.support.golden`` writes the frames that are missing. A frame that is there changes only together with
-the protocol version: delete it and run this again.
+``python -m tests.support.golden`` writes the frames that are missing. A frame holds every field, so one that is there
+changes with a new field: delete it and run this again. Whether that needs another version is `tests.support.schema`'s
+to say.
 """
 
 import sys

@@ -2,9 +2,8 @@
 
 import json
 import re
-import types
 from pathlib import Path
-from typing import Final, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Final, NamedTuple, get_args, get_type_hints
 
 import msgpack
 import msgspec
@@ -17,6 +16,7 @@ from ipc.messages import FINGERPRINT_REQUIRED, PROTOCOL_VERSION, SLOT_LIMIT, Hel
 from stratad.core.registration import ENGINE_LIMIT
 from stratad.errors import CODES
 from tests.support.samples import decode_as
+from tests.support.schema import type_name
 
 TEXT: Final = Path(ipc.messages.__file__).with_name("WIRE.md").read_text(encoding="utf-8")
 UNIONS: Final = {"request": Request, "reply": Reply}
@@ -52,19 +52,6 @@ def table(title: str, heading: str) -> list[list[str]]:
     assert found, f"WIRE.md, {title}: no {heading}"
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| .+ \|$", found[1], re.MULTILINE)
     return [list(row) for row in rows]
-
-
-def type_name(kind: object) -> str:
-    """How WIRE.md calls a type."""
-    if isinstance(kind, type):
-        return "bin" if kind is bytes else kind.__name__
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is tuple:
-        return f"[{type_name(arguments[0])}]"
-    if origin is dict:
-        return f"{{{type_name(arguments[0])}: {type_name(arguments[1])}}}"
-    assert origin in (types.UnionType, Union), kind
-    return " or ".join(map(type_name, arguments))
 
 
 def default_name(field: msgspec.structs.FieldInfo) -> str:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -145,3 +146,18 @@ def test_boot_id() -> None:
 def _state(pid: int) -> str:
     with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:  # noqa: PTH123
         return stat.read().rpartition(")")[2].split()[0]
+
+
+def test_a_process_that_cannot_be_told_for_want_of_a_descriptor_costs_none(child: "subprocess.Popen[bytes]") -> None:
+    ticks = start_ticks(child.pid)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)  # the lowest that is free: one more is allowed
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))
+    try:
+        for _ in range(3):
+            with pytest.raises(OSError, match="Too many open files"):
+                open_pidfd(child.pid, ticks)
+        os.close(os.dup(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

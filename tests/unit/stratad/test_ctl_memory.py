@@ -32,6 +32,7 @@ def test_every_process_with_its_parts_terms_and_movement() -> None:
     )
     assert "engine an-engine: pools <=8.0 MiB, residual 492.0 MiB (its own business)" in text.splitlines()
     assert "arena cpu:0: reserved 2.0 GiB, used 1.0 GiB, free 1.0 GiB" in text.splitlines()
+    assert "journal: 3.0 MiB of /dev/shm, which no process has mapped" in text.splitlines()
     assert "daemon in all: resident 2.1 GiB, residual 80.0 MiB" in text, "engines are not the daemon"
     assert "worker cpu:0 720 59 m 55 s 2.1 GiB 2.0 GiB 2.1 GiB 2.1 GiB 100.0 MiB -" in " ".join(text.split())
     assert "a round took 0.40 ms, one wake-up 0.90 ms at most" in text
