@@ -127,7 +127,7 @@ def make_empty(state: State, worker: Worker) -> None:
     """Give all shuttles of a worker back. It is proven gone, and nothing is stored in them."""
     assert worker.arena.used_granules == 0
     state.out.extend(UnlinkSegment(segment) for segment in worker.segments.values())
-    worker.arena = state.catalog.arenas[worker.name] = Arena()
+    worker.arena = state.catalog.arenas[worker.name] = Arena(worker.arena.lost)
     worker.segments.clear()
     worker.sizes.clear()
     worker.grow_failed = ""

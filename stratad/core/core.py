@@ -140,15 +140,15 @@ class Core:
 
     def stood_still(self, lost_s: float, at: Instant) -> list[Effect]:
         """The daemon itself did nothing for so long: that is not held against its workers, whose answers may lie
-        unread, and who may have been stopped with it.
+        unread, and who may have been stopped with it; nor is it against any process whose end may not have been seen.
         """
         state = self._begin(at)
         state.count("stood_still")
         for worker in state.workers.values():
-            if worker.state is WorkerState.STARTING:
-                worker.born_s += lost_s
+            lives.stood_still(worker, lost_s)
             for op, stage in worker.jobs.values():
                 op.stages[stage].deadline_s += lost_s
+        rescue.stood_still(state, lost_s)
         return self._end()
 
     @property
@@ -168,7 +168,7 @@ class Core:
             due.append(lives.due_s(state, worker))
             if worker.state is WorkerState.READY:
                 due.extend(jobs.due_s(worker, op, op.stages[stage]) for op, stage in worker.jobs.values())
-                if worker.grow_failed and worker.making is None:
+                if worker.grow_failed and worker.making is None and worker.can_serve:
                     due.append(worker.grow_again_s)
         due.extend(op.deadline_s for op in state.waiting.values())
         due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
@@ -401,6 +401,7 @@ class Core:
         if not state.stopping:
             state.stopping = True
             rescue.stop(state)
+            registration.stop(state)
             for op in list(state.waiting.values()):
                 jobs.fail(state, op, "stopping", "the daemon is stopping")
             for worker in state.workers.values():
@@ -438,12 +439,14 @@ class Core:
         return state
 
     def _end(self) -> list[Effect]:
-        if self.state.resets:
-            lives.finish_resets(self.state)
-        if self.state.closing:  # whatever ended the last operation of a closed engine, it is looked at once more
-            registration.remove_idle(self.state)
-        out = self.state.out
-        self.state.out = []
+        state = self.state
+        if state.closing:  # whatever ended the last operation of a closed engine, it is looked at once more
+            registration.remove_idle(state)
+        while state.let_go and state.waiting:  # and so is what may have waited for an operation that ended
+            queue.pump(state)
+        if state.resets:
+            lives.finish_resets(state)
+        out, state.out = state.out, []
         return out
 
     def validate(self) -> None:

@@ -206,6 +206,7 @@ def _space(state: State, op: Operation) -> str:
 
 def pump(state: State) -> None:
     """Look at every waiting operation again, oldest first. Called after each event that may have freed something."""
+    state.let_go = False
     for op in list(state.waiting.values()):
         if op.state is OpState.WAITING:
             try_start(state, op)

@@ -4,7 +4,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ipc.messages import Captured, Failed, MakeShuttle, OpenPool, PoolOpened, Restored, ShuttleFailed, ShuttleReady
+from ipc.messages import (
+    Captured,
+    Failed,
+    MakeShuttle,
+    OpenPool,
+    PoolOpened,
+    ResetWorker,
+    Restored,
+    ShuttleFailed,
+    ShuttleReady,
+    WorkerOrdered,
+)
 from shm.extent import GRANULE_BYTES
 from stratad.core.effects import LogLine, UnlinkSegment
 from stratad.core.losses import SKIP_LIMIT
@@ -301,3 +312,20 @@ def test_a_journal_that_had_no_room_is_asked_again_without_a_request(make_core: 
     core.journal_error = ""
     core.tick(1.0)
     assert health(core.core.state) == "ok"
+
+
+def test_extents_of_a_lost_shuttle_may_come_back_after_a_reset(make_core: MakeCore) -> None:
+    core = make_core(2)
+    engine = core.register()
+    running = core.capture(engine)
+    lose(core)
+    order = ResetWorker(core.next_seq(), "cpu:0", force=True)
+    assert isinstance(core.ask(1, order)[-1], WorkerOrdered)
+    core.worker_gone("cpu:0")
+    core.finish("cpu:1")
+    assert isinstance(core.final(1, running), Failed)
+    core.tick(1.0)
+    again = core.capture(engine)
+    core.finish_all()
+    assert isinstance(core.final(1, again), Captured)
+    assert 0 not in core.core.state.workers["cpu:0"].sizes, "its number stands for what is lost"
