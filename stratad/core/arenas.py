@@ -79,7 +79,7 @@ def run_short(state: State, worker: Worker, what: str, why: str) -> None:
 
 
 def try_again(state: State, worker: Worker) -> None:
-    """Time has passed since the worker ran short: what was missing may be there again, and nobody else would notice."""
+    """It is some time since the worker ran short: what was missing may be there again, and nobody else would notice."""
     if not worker.grow_failed or worker.making is not None or not worker.can_serve or worker.runs_short(state.now_s):
         return
     tend(state, worker, set())

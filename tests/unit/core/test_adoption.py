@@ -24,7 +24,7 @@ from ipc.messages import (
 from shm.extent import unpack_places
 from stratad.core.adoption import FORMER_S, Legacy
 from stratad.core.core import Core
-from stratad.core.effects import Append, KillFormer, LogLine, SendTo, SpawnWorker, WatchFormer
+from stratad.core.effects import Append, KillFormer, LogLine, SendTo, SpawnWorker, UnlinkSegment, WatchFormer
 from stratad.core.records import DropRecord, ImageRecord, replay
 from stratad.core.state import WorkerState
 from tests.support.core_exchange import CoreExchange
@@ -410,3 +410,17 @@ def test_nothing_is_evicted_for_room_in_a_sealed_shuttle(core: Harness, make_cor
     seq = successor.capture(engine, "c", range(5000, 5600))
     assert successor.failure(1, seq).code == "no_space"
     assert kept in successor.core.state.catalog.images
+
+
+def test_a_shuttle_that_a_former_worker_made_last_is_removed_though_numbers_before_it_are_not_there(
+    core: Harness, make_core: MakeCore
+) -> None:
+    """The former daemon had lost a shuttle, and used its number no more."""
+    core.register()
+    legacy = core.legacy()
+    shuttles = {worker: {n: size for n, size in found.items() if n != 0} for worker, found in legacy.shuttles.items()}
+    successor = make_core(legacy=legacy._replace(shuttles=shuttles))
+    successor.former_gone("cpu:0")
+    removed = [effect.segment for effect in successor.effects if isinstance(effect, UnlinkSegment)]
+    assert {"/stratad.unit.cpu_0.0", "/stratad.unit.cpu_0.1", "/stratad.unit.cpu_0.2"} <= set(removed)
+    assert not any(segment.startswith("/stratad.unit.cpu_1") for segment in removed)
