@@ -440,10 +440,11 @@ class Core:
 
     def _end(self) -> list[Effect]:
         state = self.state
-        if state.closing:  # whatever ended the last operation of a closed engine, it is looked at once more
-            registration.remove_idle(state)
+        registration.remove_idle(state)  # whatever ended the last operation of a closed engine, it is looked at once more
         while state.let_go and state.waiting:  # and so is what may have waited for an operation that ended
             queue.pump(state)
+            registration.remove_idle(state)
+        state.let_go = False
         if state.resets:
             lives.finish_resets(state)
         out, state.out = state.out, []

@@ -196,6 +196,8 @@ def _space(state: State, op: Operation) -> str:
         raise
     if victims:
         journaling.check_writable(state)
+        if state.appends:  # what is being recorded may make room, too
+            return "the journal"
         journaling.evict(state, victims, lambda _: None)
         return "room: images are evicted"
     op.staged = state.catalog.stage(draft)
