@@ -22,6 +22,9 @@ from stratad.core.images import Chunk, ChunkKey, Image
 from stratad.core.records import ImageRecord, Record, RecordError, Replayed, image_of, stage_chunks
 from stratad.core.state import State, Worker, WorkerState
 
+# Numbers that a former daemon may have passed over or lost, and that its workers' latest shuttles come after. One that
+# comes later still is removed by the next start.
+PASSED_OVER = 16
 # A former worker ends with its daemon; one that does not is killed after this long.
 FORMER_S = 2.0
 
@@ -95,7 +98,7 @@ def adopt(state: State, legacy: Legacy) -> None:
         former = legacy.journal.workers.get(name)
         if former is not None and legacy.same_pids:
             worker.former = (former.pid, former.start_ticks)
-            worker.former_shuttles = max(legacy.shuttles.get(name, {}), default=-1) + 2
+            worker.former_shuttles = max(legacy.shuttles.get(name, {}), default=-1) + 2 + PASSED_OVER
             worker.state = WorkerState.AWAITING
             worker.detail = f"its former process {former.pid} is not proven gone yet"
         elif former is not None:

@@ -13,16 +13,17 @@ class Arena:
 
     Best fit over runs of free granules: a request takes the smallest run that holds it, else the largest runs one after
     another, so that it fails only when fewer granules are free than it needs. Neighbouring free runs are always joined.
-    All calls are O(log n) in the number of different run lengths.
+    All calls are O(log n) in the number of different run lengths. `lost` are shuttles of an earlier arena, of which
+    extents may still be held.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Iterable[int] = ()) -> None:
         self._granules: dict[int, int] = {}
         self._count_at: dict[tuple[int, int], int] = {}
         self._start_before: dict[tuple[int, int], int] = {}
         self._runs_of: dict[int, dict[tuple[int, int], None]] = {}
         self._counts: list[int] = []
-        self._lost: set[int] = set()
+        self._lost = set(lost)
         self._sealed: dict[int, int] = {}  # granules in use, by sealed shuttle
         self.free_granules = 0
         self.total_granules = 0  # that can hold chunks, free or not
@@ -31,6 +32,16 @@ class Arena:
     def used_granules(self) -> int:
         """Granules that are handed out."""
         return self.total_granules - self.free_granules
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Numbers of the shuttles that are no more."""
+        return frozenset(self._lost)
+
+    def usable_granules(self, extents: Iterable[Extent]) -> int:
+        """How many granules can be handed out once these extents are freed: of lost and sealed shuttles none."""
+        dead = self._lost | self._sealed.keys() if self._lost or self._sealed else frozenset[int]()
+        return sum(extent.length_bytes for extent in extents if extent.shuttle not in dead) // GRANULE_BYTES
 
     @property
     def shuttles(self) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def run_short(state: State, worker: Worker, what: str, why: str) -> None:
 
 
 def try_again(state: State, worker: Worker) -> None:
-    """Time has passed since the worker ran short: what was missing may be there again, and nobody else would notice."""
+    """It is some time since the worker ran short: what was missing may be there again, and nobody else would notice."""
     if not worker.grow_failed or worker.making is not None or not worker.can_serve or worker.runs_short(state.now_s):
         return
     tend(state, worker, set())
@@ -127,7 +127,7 @@ def make_empty(state: State, worker: Worker) -> None:
     """Give all shuttles of a worker back. It is proven gone, and nothing is stored in them."""
     assert worker.arena.used_granules == 0
     state.out.extend(UnlinkSegment(segment) for segment in worker.segments.values())
-    worker.arena = state.catalog.arenas[worker.name] = Arena()
+    worker.arena = state.catalog.arenas[worker.name] = Arena(worker.arena.lost)
     worker.segments.clear()
     worker.sizes.clear()
     worker.grow_failed = ""

@@ -23,7 +23,11 @@ SUSPECT_LIMIT = 256
 
 
 def source_key(op: Operation) -> SuspectKey:
-    """What an operation without an image copies out of its engine."""
+    """What an operation without an image copies out of its engine. What is only digested for a mark is apart: that it
+    ends well says nothing of a capture, which moves bytes.
+    """
+    if op.kind is OpKind.MARK:
+        return ("mark", op.conversation)
     if op.kind is OpKind.SLOT_TO:
         return ("slot", str(op.slot))
     if op.kind is OpKind.SLOT_DIRECT:
@@ -171,9 +175,11 @@ def _named(op: Operation) -> dict[str, str | int]:
 
 
 def ended_well(state: State, op: Operation) -> None:
-    """An operation succeeded: nothing is held against what it copied any more."""
+    """An operation succeeded: nothing is held against what it copied any more. A quarantine stays: the operation may
+    have been under way already when another one's death led to it.
+    """
     suspect = suspect_of(state, op)
-    if suspect is None:
+    if suspect is None or suspect.quarantined:
         return
     state.suspects.discard(suspect)
     if op.image is not None:
@@ -193,7 +199,8 @@ def lift(state: State, namespace: str, images: Iterable[Image], conversation: st
     for engine in state.engines.values():
         if not sources or engine.namespace != namespace:
             continue
-        for key in [key for key in engine.suspects if not conversation or key == ("conversation", conversation)]:
+        wanted = {("conversation", conversation), ("mark", conversation)}
+        for key in [key for key in engine.suspects if not conversation or key in wanted]:
             lifted += engine.suspects.pop(key).quarantined
     return lifted
 

@@ -43,7 +43,7 @@ class Catalog:
     token_bytes: int = 0  # of all images
     open_puts: int = 0  # images in the making whose parts are staged one by one
     put_token_bytes: int = 0  # of those, and of the images that were put
-    over_budget: bool = False  # adopted images that are pinned pass the budget, which is smaller than it was
+    over_budget: bool = False  # adopted images pass the budget, which is smaller than it was, until there was room
     _by_name: dict[tuple[str, str], OrderedDict[str, Image]] = field(default_factory=dict)
     _recency: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _prefixes: PrefixIndex = field(default_factory=PrefixIndex)  # of images that can be restored to any length
@@ -126,6 +126,7 @@ class Catalog:
             assert extents is not None, "room was made before"
             places.append(tuple(map(ChunkPlace, lengths, extents)))
         staged = Staged(draft, tuple(places))
+        self.over_budget = False
         self._book(draft)[id(staged)] = staged
         return staged
 
@@ -138,6 +139,7 @@ class Catalog:
         """
         self.open_puts += 1
         self.put_token_bytes += len(draft.tokens)
+        self.over_budget = False
 
     def end_put(self, draft: Draft) -> None:
         """An image in the making comes to nothing; its parts were discarded."""
@@ -175,6 +177,8 @@ class Catalog:
             image = self.images[image_id]
             if image is keep or not image.evictable:
                 continue
+            if over_bytes <= 0 and over_images <= 0 and short.keys().isdisjoint(image.scope.workers):
+                continue  # its end would be for nothing
             victims.append(image)
             over_images -= 1
             over_bytes -= image.put_token_bytes
@@ -184,7 +188,7 @@ class Catalog:
                     over_bytes -= chunk.granule_bytes
                     worker = chunk.key.worker
                     if worker in short:
-                        short[worker] -= chunk.granule_bytes // GRANULE_BYTES
+                        short[worker] -= self.arenas[worker].usable_granules(chunk.place.extents)
                         if short[worker] <= 0:
                             del short[worker]
         return victims
@@ -325,10 +329,12 @@ class Catalog:
     def excess(self) -> list[Image]:
         """What has to go of adopted images, where the budget is smaller than it was; the oldest that nobody pinned."""
         try:
-            return self._victims({}, 0, None, new_images=0)
+            victims = self._victims({}, 0, None, new_images=0)
         except Refusal:
+            victims = [image for image in self.images.values() if image.evictable]
             self.over_budget = True
-            return [image for image in self.images.values() if image.evictable]
+        self.over_budget = self.over_budget or bool(victims)
+        return victims
 
     def _index(self, image: Image) -> None:
         if image.points is None:

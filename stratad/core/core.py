@@ -4,8 +4,7 @@ Every public method is one event. It may change the state and returns the effect
 waits, and a request that cannot be served becomes a coded reply at one border, `Core.request`.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ipc.messages import (
     BootFailed,
@@ -32,7 +31,9 @@ from ipc.messages import (
 from stratad.core import (
     adoption,
     arenas,
+    deadlines,
     faults,
+    invariants,
     jobs,
     journaling,
     lives,
@@ -48,12 +49,10 @@ from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo
 from stratad.core.failures import Refusal
 from stratad.core.memory_tracks import Reading, Role, Target
-from stratad.core.ops import RUNNING, OpKind, OpState
 from stratad.core.state import ALIVE, GONE, RETRIED, ClientRecord, Instant, Settings, State, Worker, WorkerState
 
 # How long a lifeline may stay without its hello.
 HELLO_S = 10.0
-HOLDING_JOBS = frozenset({WorkerState.READY, WorkerState.KILLED, WorkerState.STUCK})
 # Image ids of one start differ in these bits.
 ID_BITS = 20
 
@@ -136,46 +135,26 @@ class Core:
         for client in state.clients.values():
             if not client.greeted and client.hello_by_s <= state.now_s:
                 state.out.append(DropClient(client.client))
-        state.due_s = self._exact_due_s()
+        state.due_s = deadlines.exact_due_s(state)
         return self._end()
 
     def stood_still(self, lost_s: float, at: Instant) -> list[Effect]:
         """The daemon itself did nothing for so long: that is not held against its workers, whose answers may lie
-        unread, and who may have been stopped with it.
+        unread, and who may have been stopped with it; nor is it against any process whose end may not have been seen.
         """
         state = self._begin(at)
         state.count("stood_still")
         for worker in state.workers.values():
-            if worker.state is WorkerState.STARTING:
-                worker.born_s += lost_s
+            lives.stood_still(worker, lost_s)
             for op, stage in worker.jobs.values():
                 op.stages[stage].deadline_s += lost_s
+        rescue.stood_still(state, lost_s)
         return self._end()
 
     @property
     def due_s(self) -> float:
         """When `tick` is due (monotonic; infinite: nothing waits for time). It may be early, never late."""
         return self.state.due_s
-
-    def _exact_due_s(self) -> float:
-        state = self.state
-        due: list[float] = [request.deadline_s for request in state.stats_requests]
-        due.append(state.memory.due_s)
-        if state.journal_error:
-            due.append(state.journal_probe_s)
-        due.extend(rescue.due_s(state))
-        due.extend(entry.deadline_s for entry in state.announced)
-        for worker in state.workers.values():
-            due.append(lives.due_s(state, worker))
-            if worker.state is WorkerState.READY:
-                due.extend(jobs.due_s(worker, op, op.stages[stage]) for op, stage in worker.jobs.values())
-                if worker.grow_failed and worker.making is None:
-                    due.append(worker.grow_again_s)
-        due.extend(op.deadline_s for op in state.waiting.values())
-        due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
-        due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
-        due.extend(state.engines[engine_id].stop_copies_s for engine_id in state.closing)
-        return min(due, default=math.inf)
 
     def sampled(self, found: Sequence[tuple[Target, Reading | None]], at: Instant) -> list[Effect]:
         """What `SampleMemory` asked for was read; None: the process is gone or hidden."""
@@ -405,6 +384,7 @@ class Core:
         if not state.stopping:
             state.stopping = True
             rescue.stop(state)
+            registration.stop(state)
             for op in list(state.waiting.values()):
                 jobs.fail(state, op, "stopping", "the daemon is stopping")
             for worker in state.workers.values():
@@ -442,12 +422,16 @@ class Core:
         return state
 
     def _end(self) -> list[Effect]:
-        if self.state.resets:
-            lives.finish_resets(self.state)
-        if self.state.closing:  # whatever ended the last operation of a closed engine, it is looked at once more
-            registration.remove_idle(self.state)
-        out = self.state.out
-        self.state.out = []
+        state = self.state
+        # Whatever ended an operation: its engine may have been closed, and others may have waited for its end.
+        registration.remove_idle(state)
+        while state.let_go and state.waiting:
+            queue.pump(state)
+            registration.remove_idle(state)
+        state.let_go = False
+        if state.resets:
+            lives.finish_resets(state)
+        out, state.out = state.out, []
         return out
 
     def validate(self) -> None:
@@ -456,62 +440,7 @@ class Core:
         Raises:
             AssertionError: our bug; the text says what is out of step.
         """
-        state = self.state
-        state.catalog.validate()
-        assert state.due_s <= self._exact_due_s(), "something falls due that no tick was asked for"
-        assert list(state.waiting) == [op.op_id for op in state.ops.values() if op.state is OpState.WAITING]
-        assert state.closing == {engine.engine_id for engine in state.engines.values() if engine.closing}
-        assert state.runs_in_flight == sum(op.run_count for op in state.ops.values())
-        in_jobs = {(op.op_id, stage) for worker in state.workers.values() for op, stage in worker.jobs.values()}
-        in_ops = {(op.op_id, run.stage) for op in state.ops.values() for run in op.stages if run.state in RUNNING}
-        assert in_jobs == in_ops, f"jobs out of step: {in_jobs ^ in_ops}"
-        for worker in state.workers.values():
-            assert worker.job_bytes == sum(op.stages[stage].job_bytes for op, stage in worker.jobs.values())
-            assert set(worker.arena.shuttles) == set(worker.sizes)
-            assert not worker.jobs or worker.state in HOLDING_JOBS
-        for info in state.faults.values():
-            assert state.workers[info.worker].state in HOLDING_JOBS, f"fault {info.fault}"
-        memory.validate(state)
-        self._validate_fences(state.ops.keys())
-        for engine in state.engines.values():
-            assert engine.ops == sum(1 for op in state.ops.values() if op.engine_id == engine.engine_id)
-            assert engine.rescue is None or engine.closing
-            assert all(mark.slot == slot and mark.digests for slot, mark in engine.clean.by_slot.items())
-        self._validate_puts()
-
-    def _validate_puts(self) -> None:
-        """Whatever is staged belongs to one operation or to one put; every hold is somebody's."""
-        state = self.state
-        puts = [put for engine in state.engines.values() for put in engine.puts.values()]
-        held = [piece.stored.staged for put in puts for piece in put.pieces() if piece.stored is not None]
-        held += [op.staged for op in state.ops.values() if op.staged is not None]
-        assert len({id(staged) for staged in held}) == len(held)
-        assert {id(staged) for staged in held} == {id(staged) for staged in state.catalog.staged}
-        assert state.catalog.open_puts == len(puts)
-        open_bytes = sum(len(put.draft.tokens) for put in puts)
-        images = state.catalog.images.values()
-        assert state.catalog.put_token_bytes == open_bytes + sum(image.put_token_bytes for image in images)
-        assert not state.appends, "an append was not answered at once"
-        copied = {id(op.piece) for op in state.ops.values() if op.piece is not None and not op.piece.put.ended}
-        assert copied == {id(piece) for put in puts for piece in put.pieces() if piece.stored is None}
-        readers: dict[int, int] = {}
-        for image in [op.image for op in state.ops.values() if op.image is not None] + [
-            get.image for engine in state.engines.values() for get in engine.gets.values()
-        ]:
-            readers[image.image_id] = readers.get(image.image_id, 0) + 1
-        takes = [op.image.image_id for op in state.ops.values() if op.image is not None and op.kind is OpKind.TAKE]
-        takes += [image_id for engine in state.engines.values() for image_id in engine.takes]
-        for image in state.catalog.images.values():
-            assert image.readers == readers.get(image.image_id, 0), f"image {image.image_id}: readers out of step"
-            assert image.taken == takes.count(image.image_id), f"image {image.image_id}: takes out of step"
-
-    def _validate_fences(self, op_ids: Iterable[int]) -> None:
-        state = self.state
-        assert len(state.fences) == sum(len(op.fenced) for op in state.ops.values())
-        for op_id in op_ids:
-            op = state.ops[op_id]
-            running = {run.stage for run in op.stages if run.state.value in ("sent", "pending")}
-            assert running <= op.fenced, f"operation {op_id}: rows of stages {running - op.fenced} are not fenced"
+        invariants.check(self.state)
 
 
 def _first_id(settings: Settings, legacy: adoption.Legacy | None) -> int:

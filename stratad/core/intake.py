@@ -325,9 +325,9 @@ def _restore_image(state: State, engine: Engine, request: Restore) -> Operation:
     image = find_image(state, engine, request)
     if request.take and image.pinned:
         raise Refusal("pinned", f"image {image.image_id} is pinned: it can be restored but not taken")
+    op = _restore(state, engine, request, image, request.tokens)
     if request.take and image.taken and not leases.give_up_take(state, engine.client, image.image_id):
         raise Refusal("image_busy", f"image {image.image_id} is being taken by another call")
-    op = _restore(state, engine, request, image, request.tokens)
     if request.take:
         op.kind = OpKind.TAKE
     return op

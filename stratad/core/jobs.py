@@ -332,6 +332,7 @@ def _finish(state: State, op: Operation) -> None:
         blame.ended_well(state, op)
         _restored(state, op)
     elif op.marking is not None:
+        blame.ended_well(state, op)
         _marked(state, op, op.marking)
     elif op.mark is not None:
         _rescued(state, op, op.mark)
@@ -514,6 +515,7 @@ def release(state: State, op: Operation) -> None:
         state.catalog.end_read(op.image, op.chunks)
         op.chunks = ()
     del state.ops[op.op_id]
+    state.let_go = True
     state.runs_in_flight -= op.run_count
     client = state.clients.get(op.client)
     if client is not None:

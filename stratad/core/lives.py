@@ -65,6 +65,19 @@ def due_s(state: State, worker: Worker) -> float:
     return min(boot_by_s, life.leaving_s, life.making_by_s, life.pools_by_s)
 
 
+def stood_still(worker: Worker, lost_s: float) -> None:
+    """Nobody listened for so long: an answer, or the proof of an end, may have been there all the time."""
+    life = worker.life
+    if worker.state is WorkerState.STARTING:
+        worker.born_s += lost_s
+    life.leaving_s += lost_s
+    life.making_by_s += lost_s
+    life.pools_by_s += lost_s
+    worker.former_by_s += lost_s
+    if life.killed_s:
+        life.killed_s += lost_s
+
+
 def _start(state: State, worker: Worker) -> None:
     worker.state = WorkerState.STARTING
     worker.generation += 1
@@ -255,7 +268,12 @@ def _drop_transit(state: State, image: Image) -> None:
 
 
 def _end_readers(state: State, worker: Worker) -> None:
-    """End what waits for, or goes on to need, bytes of an arena that will be no more. What runs ends by itself."""
+    """End what waits for, or goes on to need, bytes of an arena that will be no more. What runs ends by itself, and
+    publishes nothing there, or the arena would not become empty.
+    """
+    for op in state.ops.values():
+        if op.staged is not None and worker.name in op.scope.workers and op.lost is None:
+            op.lost = ("worker_died", f"the arena of worker {worker.name} is reset")
     for op in list(state.waiting.values()):
         if op.image is not None and worker.name in op.image.scope.workers and op.state is OpState.WAITING:
             jobs.fail(state, op, "unknown_image", f"its image was dropped by a reset of worker {worker.name}")

@@ -33,6 +33,7 @@ def shuttle_failed(state: State, worker: Worker, report: ShuttleFailed) -> None:
     if held and report.code in _LOST:
         lose_shuttle(state, worker, report.index, report.message)
         arenas.tend(state, worker)
+        arenas.try_again(state, worker)
     elif held and report.code not in _PASSING:
         # Perhaps this process has lost its device: the next one tries again.
         worker.detail = f"shuttle {report.index} could not be attached again: {report.message}"
@@ -43,6 +44,7 @@ def shuttle_failed(state: State, worker: Worker, report: ShuttleFailed) -> None:
         worker.retired.add(report.index)
         state.log("warning", "name of a shuttle is taken", worker=worker.name, why=report.message)
         arenas.tend(state, worker, set())
+        arenas.try_again(state, worker)
     else:
         what = f"shuttle {report.index} cannot be attached again" if held else "arena cannot grow"
         arenas.run_short(state, worker, what, f"{report.message} [{report.code}]")
@@ -73,15 +75,18 @@ def lose_shuttle(state: State, worker: Worker, index: int, why: str) -> None:
     for op in list(state.ops.values()):
         _end(state, op, worker, index, cause)
     if images:
-        journaling.drop(state, images, lambda _: None, lambda state, _: _drop(state, images))
+        journaling.drop(state, images, lambda _: None, lambda state, _: _flag(state, images, worker, index))
     state.out.append(UnlinkSegment(segment))  # where it is ours but not as it should be, its memory goes back
 
 
-def _drop(state: State, images: Iterable[Image]) -> None:
-    """Without a record of it: the next daemon, too, will find that the segment is gone."""
+def _flag(state: State, images: Iterable[Image], worker: Worker, index: int) -> None:
+    """Their end could not be recorded: what else they hold must not go to others before it is. Nobody finds them, and
+    they make room or are dropped like any other damaged image.
+    """
     for image in images:
-        if image.image_id in state.catalog.images:
-            state.catalog.drop(image)
+        for chunk in image.chunks():
+            if chunk.key.worker == worker.name and _holds([chunk.place], index):
+                state.catalog.flag_damaged(chunk)
 
 
 def _end(state: State, op: Operation, worker: Worker, index: int, cause: str) -> None:

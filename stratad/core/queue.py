@@ -196,6 +196,8 @@ def _space(state: State, op: Operation) -> str:
         raise
     if victims:
         journaling.check_writable(state)
+        if state.appends:  # what is being recorded may make room, too
+            return "the journal"
         journaling.evict(state, victims, lambda _: None)
         return "room: images are evicted"
     op.staged = state.catalog.stage(draft)
@@ -206,6 +208,7 @@ def _space(state: State, op: Operation) -> str:
 
 def pump(state: State) -> None:
     """Look at every waiting operation again, oldest first. Called after each event that may have freed something."""
+    state.let_go = False
     for op in list(state.waiting.values()):
         if op.state is OpState.WAITING:
             try_start(state, op)

@@ -28,7 +28,17 @@ from stratad.core.images import Scope
 from stratad.core.intake import check_name, ends_s
 from stratad.core.leases import end_get, end_put, end_take
 from stratad.core.ops import OpKind, OpState
-from stratad.core.state import UNAVAILABLE, Announced, ClientRecord, Engine, EngineStage, PoolState, State, Worker
+from stratad.core.state import (
+    UNAVAILABLE,
+    Announced,
+    ClientRecord,
+    Engine,
+    EngineStage,
+    PoolState,
+    State,
+    Worker,
+    WorkerState,
+)
 
 # As many descriptors as a lifeline keeps.
 STAGE_LIMIT = 64
@@ -229,8 +239,11 @@ def worker_lost(state: State, worker: Worker) -> None:
 
 
 def worker_given_up(state: State, worker: Worker) -> None:
-    """Registrations that wait for a worker that will not come soon end now."""
+    """Registrations that wait for a worker that will not come soon end now, and so do engines whose pools it was to
+    unmap.
+    """
     for engine in list(state.engines.values()):
+        engine.unmapping -= {stage.pool for stage in engine.stages if stage.worker == worker.name}
         if engine.registered or engine.closing:
             continue
         for number, stage in enumerate(engine.stages):
@@ -289,6 +302,13 @@ def expire(state: State) -> None:
             _refuse(state, engine, "deadline", f"the pools were not open in time ({what})", waiting.stage.index)
 
 
+def stop(state: State) -> None:
+    """The daemon stops: what waits to be registered is told."""
+    for engine in list(state.engines.values()):
+        if not engine.registered and not engine.closing:
+            _refuse(state, engine, "stopping", "the daemon is stopping", -1)
+
+
 def _refuse(state: State, engine: Engine, code: str, message: str, stage: int) -> None:
     state.reply(engine.client, Failed(engine.register_seq, code, message, stage, (), state.settings.start_id))
     close(state, engine)
@@ -323,7 +343,14 @@ def close(state: State, engine: Engine, unregister_seq: int | None = None) -> No
         end_put(state, engine, put)
     for get in list(engine.gets.values()):
         end_get(state, engine, get)
+    _drop_transits(state, engine)
     _remove_if_idle(state, engine)
+
+
+def _drop_transits(state: State, engine: Engine) -> None:
+    for image in engine.transits.values():
+        state.catalog.drop_transit(image)
+    engine.transits.clear()
 
 
 def orphan(state: State, engine: Engine) -> None:
@@ -353,15 +380,15 @@ def _remove_if_idle(state: State, engine: Engine) -> None:
     """Once no operation is left, have the pools unmapped; once they are, the engine is no more."""
     if engine.ops or rescue.holds(state, engine):
         return
-    for image in engine.transits.values():
-        state.catalog.drop_transit(image)
-    engine.transits.clear()
+    _drop_transits(state, engine)
     for stage in engine.stages:
         worker = state.workers[stage.worker]
-        if stage.state in (PoolState.OPEN, PoolState.OPENING) and worker.can_serve:
-            _order(state, worker)
-            state.out.append(SendTo(stage.worker, ClosePool(stage.pool)))
-            engine.unmapping.add(stage.pool)
+        if stage.state in (PoolState.OPEN, PoolState.OPENING):
+            if worker.can_serve:
+                _order(state, worker)
+                state.out.append(SendTo(stage.worker, ClosePool(stage.pool)))
+            if worker.state is not WorkerState.STUCK:  # which may hold its mappings for ever
+                engine.unmapping.add(stage.pool)  # of one that is about to end, too: until that is proven
         stage.state = PoolState.CLOSED
     if engine.unmapping:
         return
@@ -405,7 +432,7 @@ def announce(state: State, client: ClientRecord, request: Announce) -> None:
             raise Refusal("foreign_device", text)
     ended = rescue.hello(state, request.namespace, request.devices)
     waiting = {engine.engine_id for engine in rescue.dead_engines(state, request.namespace, request.devices)}
-    deadline_s = state.now_s + request.deadline_s
+    deadline_s = ends_s(state, request.deadline_s)
     state.announced.append(Announced(client.client, request.seq, waiting, ended, deadline_s))
     state.wake_by(deadline_s)
     remove_idle(state)

@@ -142,7 +142,7 @@ def cut_off(state: State, engine: Engine, why: str, *, finish: bool = False) -> 
         state.count("rescues_cut_off")
         state.log("warning", "rescue cut off", engine=engine.engine_id, images=rescue.images, why=why)
     for op in under_way:
-        if op.kind is not OpKind.RESCUE:
+        if op.kind not in (OpKind.RESCUE, OpKind.MARK):
             continue
         if op.state is OpState.WAITING:
             jobs.fail(state, op, "cancelled", f"the rescue was cut off: {why}")
@@ -185,6 +185,13 @@ def expire(state: State) -> None:
         if rescue is not None and not rescue.over and rescue.end_s <= state.now_s:
             took = f"after {state.settings.rescue_max_s} s (rescue.max_s)"
             cut_off(state, engine, took if rescue.proven else f"process {rescue.pid} still lives after {PROOF_S} s")
+
+
+def stood_still(state: State, lost_s: float) -> None:
+    """Nobody listened for so long: the proof that a process is gone may have been there all the time."""
+    for engine in _rescued(state):
+        if engine.rescue is not None and not engine.rescue.proven:
+            engine.rescue.end_s += lost_s
 
 
 def due_s(state: State) -> list[float]:

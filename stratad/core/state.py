@@ -87,7 +87,7 @@ RETRIED: Final = frozenset({WorkerState.DEAD, WorkerState.NO_MEMORY})
 # Nothing of these comes back by itself soon enough to be waited for.
 UNAVAILABLE: Final = frozenset({WorkerState.STUCK, WorkerState.FAILED, WorkerState.STOPPED})
 
-SuspectKey: TypeAlias = tuple[str, str]  # ("conversation", its name) or ("slot", its number)
+SuspectKey: TypeAlias = tuple[str, str]  # ("conversation" or "mark", its name) or ("slot", its number)
 
 
 @dataclass(slots=True, eq=False)
@@ -316,6 +316,7 @@ class State:
     now_unix_s: float = 0.0
     started_s: float = 0.0
     stopping: bool = False
+    let_go: bool = False  # an operation has ended since those that wait were looked at
     due_s: float = math.inf
     out: list[Effect] = field(default_factory=list)
 

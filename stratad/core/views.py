@@ -56,7 +56,7 @@ def image_detail(state: State, seq: int, image: Image) -> ImageDetail:
             chunk.key.algorithm,
             chunk.key.digest,
             pack_places([chunk.place]),
-            tuple(state.workers[chunk.key.worker].segments[extent.shuttle] for extent in chunk.place.extents),
+            tuple(state.workers[chunk.key.worker].segments.get(extent.shuttle, "") for extent in chunk.place.extents),
         )
         for stage, stage_chunks in enumerate(image.stages)
         for chunk in stage_chunks

@@ -67,12 +67,14 @@ class Audit:
             check(exact, f"wrong bytes: image {image.image_id} does not hold on stage {stage} what it stands for")
 
     def _rows(self, image: Image, chunk: Chunk, *, born: bool) -> list[int] | None:
-        """The rows of a chunk; None: somebody else has changed them."""
+        """The rows of a chunk; None: somebody else has changed them, or removed their segment."""
         places = [(chunk.key.worker, *place) for place in granules_of(chunk.place)]
         where = f"image {image.image_id}: bytes of stage {chunk.key.stage}"
         content: list[Granule] = []
         changed = False
         for worker, shuttle, granule in places:
+            if (worker, shuttle) in self.world.lost:
+                return None
             segment = self.world.segment_of(worker, shuttle)
             there = segment is not None and granule in segment.granules
             check(there, f"{where} are nowhere")

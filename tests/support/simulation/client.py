@@ -21,6 +21,7 @@ from ipc.messages import (
     GetPart,
     Goodbye,
     Hello,
+    Lift,
     ListImages,
     Lookup,
     Mark,
@@ -40,6 +41,8 @@ from ipc.messages import (
     Release,
     Reply,
     Request,
+    ResetWorker,
+    RestartWorker,
     Restore,
     Restored,
     Show,
@@ -299,6 +302,9 @@ class SimClient:
             lambda: Clear(seq, "ns"),
             lambda: Unregister(seq, engine.engine_id),
             lambda: Goodbye(seq),
+            lambda: Lift(seq, "ns", name),
+            lambda: RestartWorker(seq, self.rng.choice(engine.devices)),
+            lambda: ResetWorker(seq, self.rng.choice(engine.devices), force=self.rng.random() < 0.5),
         ]
         pick = self.rng.randrange(len(kinds))
         if 10 <= pick <= 12 and not self.pending:

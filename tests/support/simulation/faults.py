@@ -28,6 +28,7 @@ class Faults:
             "source_changed": lambda: self._job_fails("source_changed"),
             "corrupt": self._corrupt,
             "shuttle": self._shuttle,
+            "segment_lost": self._segment_lost,
             "pool": self._pool,
             "client_kill": self._client_kill,
             "client_drop": self._client_drop,
@@ -137,6 +138,14 @@ class Faults:
         process = self._worker(lambda p: True)
         if process is not None:
             process.shuttle_fault = "no_space"
+        return process is not None
+
+    def _segment_lost(self) -> bool:
+        """A worker dies, and somebody removes a segment that it had mapped."""
+        process = self._worker(lambda p: p.mapped)
+        if process is not None:
+            process.takes_along = self.world.rng.choice(sorted(process.mapped))
+            self.world.doom(process, "killed by SIGKILL")
         return process is not None
 
     def _pool(self) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ipc.messages import Acknowledge, Clear, Drop, PutCommit, Release, Request, Unregister
+from ipc.messages import Acknowledge, Clear, Drop, PutCommit, Release, Request, ResetWorker, Unregister
 from stratad.core.ops import Operation
 from tests.support.simulation.audit import Audit
 from tests.support.simulation.content import Place, check, granules_of
@@ -32,6 +32,7 @@ class ImageWatch:
     audit: Audit
     images: dict[int, tuple[str, str, str]] = field(default_factory=dict)
     published: dict[Place, int] = field(default_factory=dict)
+    homes: dict[int, frozenset[tuple[str, int]]] = field(default_factory=dict)  # worker and shuttle of each chunk
     pinned: set[int] = field(default_factory=set)
     taken: dict[int, tuple[int, int]] = field(default_factory=dict)  # not acknowledged yet, by client and engine
     taken_s: dict[int, float] = field(default_factory=dict)  # since when
@@ -77,6 +78,16 @@ class ImageWatch:
             for chunk in image.chunks()
             for shuttle, granule in granules_of(chunk.place)
         }
+        self.homes = {
+            image.image_id: frozenset(
+                (chunk.key.worker, extent.shuttle) for chunk in image.chunks() for extent in chunk.place.extents
+            )
+            for image in catalog.images.values()
+        }
+
+    def _recorded_in_lost(self, image_id: int) -> bool:
+        """Whether an image of the journal has bytes in a segment that is lost."""
+        return any((worker, shuttle) in self.world.lost for worker, shuttle, _ in self.world.journal.places[image_id])
 
     def _explain_end(self, image_id: int, born: dict[tuple[str, str, str], int]) -> None:
         """An image is no more: something must have asked for that, or it made room and nobody needed it."""
@@ -90,6 +101,9 @@ class ImageWatch:
                 check(image.pinned, f"image {image.image_id} lost the pin of the one that it supersedes")
                 self.pinned.add(born[name])
             return
+        if self.homes[image_id] & self.world.lost:
+            self.taken.pop(image_id, None)
+            return
         if self._superseded(name):
             check(not pinned, f"pinned image {image_id} ended, and what supersedes it is not there")
             return
@@ -99,6 +113,11 @@ class ImageWatch:
                 return
             case Clear() if request.namespace == namespace:
                 check(not pinned, f"pinned image {image_id} was cleared")
+                return
+            case ResetWorker() if request.force:
+                there = request.worker in {worker for worker, _ in self.homes[image_id]}
+                check(there, f"image {image_id} was dropped by a reset of {request.worker}, where it does not lie")
+                self.taken.pop(image_id, None)
                 return
             case Acknowledge() if request.image_id == image_id:
                 check(image_id in self.taken, f"image {image_id} was given up, and nobody had taken it")
@@ -166,7 +185,7 @@ class ImageWatch:
     def adopted(self) -> None:
         """The next one has replayed the journal: every image that was told published is there, unless its end was."""
         world = self.world
-        before = dict(world.journal.live)
+        before = {n: record for n, record in world.journal.live.items() if not self._recorded_in_lost(n)}
         doubtful = {getattr(record, "image_id", 0) for record in world.journal.in_hand}
         doubtful |= {getattr(record, "supersedes", 0) for record in world.journal.in_hand}
         doubtful |= {n for record in world.journal.in_hand for n in getattr(record, "image_ids", ())}
@@ -174,9 +193,10 @@ class ImageWatch:
         now = world.core.state.catalog.images
         lost = before.keys() - now.keys() - doubtful
         check(not lost, f"published images are lost with the daemon: {sorted(lost)}")
-        check(now.keys() == world.journal.live.keys(), "what was adopted is not what the journal holds")
+        live = {n: record for n, record in world.journal.live.items() if not self._recorded_in_lost(n)}
+        check(now.keys() == live.keys(), "what was adopted is not what the journal holds")
         # That a pin was lifted may have been written down although nobody was told any more.
-        differing = [n for n, record in world.journal.live.items() if record.pinned != now[n].pinned]
+        differing = [n for n, record in live.items() if record.pinned != now[n].pinned]
         check(not differing, f"images have not the pin that the journal says: {differing}")
         if world.journal.failures:
             self.audit.reported = {}

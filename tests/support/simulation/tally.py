@@ -100,7 +100,7 @@ FAULTS: Final = (
     "worker_kill", "worker_exit", "worker_hang", "worker_boot", "device_lost", "device_error", "out_of_memory",
     "source_changed", "corrupt", "shuttle", "pool", "client_kill", "client_drop", "template_kill", "clock_step",
     "stall", "supervisor_kill", "supervisor_kill_later", "journal", "stood_still", "worker_stuck",
-    "no_memory",
+    "no_memory", "segment_lost",
 )  # fmt: skip
 
 
@@ -119,7 +119,10 @@ def wanted() -> set[str]:
         "core:puts_ended",
         "core:drops",
         "core:journal_failures",
+        "core:shuttles_lost",
+        "core:images_lost",
     }
+    names |= {"request:Lift", "reply:WorkerOrdered", "request:RestartWorker", "request:ResetWorker"}
     names |= {"core:images_adopted", "adoption:same pids", "adoption:other pids"}
     names |= {"progress:accepted", "progress:source_free", "reply:WorkersChanged", "reply:Found", "reply:Parts"}
     return names

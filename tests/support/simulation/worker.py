@@ -80,6 +80,7 @@ class SimWorker:
     generation: int
     pid: int
     shared: dict[str, Segment]
+    lost: set[tuple[str, int]]
     inbox: deque[Command] = field(default_factory=deque)
     outbox: deque[Report] = field(default_factory=deque)
     descriptors: dict[int, Pool] = field(default_factory=dict)
@@ -102,6 +103,7 @@ class SimWorker:
     lingers_s: float = 0.0  # after SIGKILL, until it is gone
     dies_s: float = 0.0  # not before this
     late_steps: int = 0  # that may still land once it is doomed
+    takes_along: int = -1  # a segment that somebody removes when it is gone
     shuttle_fault: str = ""
     pool_fault: str = ""
     finished: set[int] = field(default_factory=set)  # jobs that it will touch no byte for any more
@@ -172,13 +174,15 @@ class SimWorker:
         if order.adopt or order.segment in self.shared or self.shuttle_fault:
             return False
         self.shared[order.segment] = Segment(order.segment, self.name, order.index, self.pid)
+        self.lost.discard((self.name, order.index))
         return True
 
     def _make_shuttle(self, order: MakeShuttle) -> None:
         segment = self.shared.get(order.segment)
         mine = segment is not None and segment.maker == self.pid and not segment.whole
         if self.shuttle_fault or segment is None or not (segment.whole if order.adopt else mine):
-            code, self.shuttle_fault = self.shuttle_fault or "exists", ""
+            gone = order.adopt and segment is None
+            code, self.shuttle_fault = self.shuttle_fault or ("missing" if gone else "exists"), ""
             if mine:
                 del self.shared[order.segment]
             self.outbox.append(ShuttleFailed(order.index, code, f"no shuttle: {code}", order.shuttle_bytes, 0))

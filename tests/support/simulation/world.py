@@ -83,6 +83,7 @@ class World:
     unprovable: set[int] = field(default_factory=set)  # pids of processes whose end no later daemon can prove
     awaited: dict[int, int] = field(default_factory=dict)  # pids of engines whose end is asked for, by client
     dead: set[int] = field(default_factory=set)  # pids of engines that are no more
+    lost: set[tuple[str, int]] = field(default_factory=set)  # segments that somebody removed, by worker and number
     starting: bool = True  # it has not been told the time yet
     settings: Settings = field(init=False)
     core: Core = field(init=False)
@@ -310,7 +311,7 @@ class World:
             f"a second process of {name} is started before the first is proven gone",
         )
         self.next_pid += 1
-        process = SimWorker(name, generation, self.next_pid, self.shared)
+        process = SimWorker(name, generation, self.next_pid, self.shared, self.lost)
         self.processes.append(process)
         self.current[name] = process
         self.generations[name] = generation
@@ -326,6 +327,9 @@ class World:
             if jobs and process.doomed and self.rng.random() < 0.7:
                 process.tear(lane, self.rng.random())
         process.gone = True
+        if process.takes_along in process.mapped and not process.orphan:
+            self.lost.add((process.name, process.takes_along))
+            self.shared.pop(segment_name("sim", process.name, process.takes_along), None)
         self.processes.remove(process)
         self.exits.append(process)
         for client in self.clients:

@@ -23,11 +23,12 @@ from ipc.messages import (
 )
 from shm.extent import unpack_places
 from stratad.core.adoption import FORMER_S, Legacy
-from stratad.core.effects import Append, KillFormer, LogLine, SendTo, SpawnWorker, WatchFormer
+from stratad.core.core import Core
+from stratad.core.effects import Append, KillFormer, LogLine, SendTo, SpawnWorker, UnlinkSegment, WatchFormer
 from stratad.core.records import DropRecord, ImageRecord, replay
 from stratad.core.state import WorkerState
 from tests.support.core_exchange import CoreExchange
-from tests.support.core_harness import FINGERPRINT, MIB, Harness, layout, pack_tokens
+from tests.support.core_harness import FINGERPRINT, MIB, Harness, layout, pack_tokens, settings
 
 MakeCore = Callable[..., Harness]
 
@@ -365,3 +366,61 @@ def test_empty_shuttles_are_taken_over_as_far_as_the_arena_may_be_that_large(mak
     successor = make_core(shuttle_bytes=MIB, arena_bytes=2 * MIB, legacy=core.legacy())
     assert len(successor.core.state.workers["cpu:0"].sizes) == 2
     assert len(successor.core.segments) == 2 + len(successor.core.state.workers["cpu:1"].sizes)
+
+
+def test_what_is_over_the_budget_and_cannot_be_ended_stays_until_there_was_room(core: Harness) -> None:
+    engine = core.register()
+    published(core, engine, "a")
+    published(core, engine, "b", range(100, 700))
+    legacy = core.legacy()
+    successor = Harness(Core(settings(budget_bytes=2 * MIB), {n: n for n in ("cpu:0", "cpu:1")}, core.at, legacy))
+    successor.journal_error = "No space left on device"
+    successor.perform(successor.core.start(successor.at))
+    successor.tick()
+    successor.core.validate()
+    assert len(successor.core.state.catalog.images) == 2
+    successor.journal_error = ""
+    serving(successor)
+    successor.tick(2.0)
+    published(successor, successor.register(), "c", range(200, 500))
+    catalog = successor.core.state.catalog
+    assert catalog.held_bytes <= catalog.budget_bytes
+    assert not catalog.over_budget
+    successor.core.validate()
+
+
+def test_a_former_process_is_not_killed_because_the_daemon_stood_still(core: Harness, make_core: MakeCore) -> None:
+    published(core, core.register())
+    successor = make_core(legacy=core.legacy())
+    successor.perform(successor.core.stood_still(60.0, successor.at))
+    successor.tick(61.0)
+    assert not any(isinstance(effect, KillFormer) for effect in successor.effects)
+    successor.tick(FORMER_S)
+    assert any(isinstance(effect, KillFormer) for effect in successor.effects)
+
+
+def test_nothing_is_evicted_for_room_in_a_sealed_shuttle(core: Harness, make_core: MakeCore) -> None:
+    engine = core.register()
+    kept = published(core, engine)
+    successor = make_core(legacy=core.legacy(same_pids=False), budget_bytes=64 * MIB)
+    serving(successor)
+    engine = successor.register()
+    published(successor, engine, "b", range(9, 1809))
+    successor.ask(1, Pin(successor.next_seq(), "ns", "b", True))
+    seq = successor.capture(engine, "c", range(5000, 5600))
+    assert successor.failure(1, seq).code == "no_space"
+    assert kept in successor.core.state.catalog.images
+
+
+def test_a_shuttle_that_a_former_worker_made_last_is_removed_though_numbers_before_it_are_not_there(
+    core: Harness, make_core: MakeCore
+) -> None:
+    """The former daemon had lost a shuttle, and used its number no more."""
+    core.register()
+    legacy = core.legacy()
+    shuttles = {worker: {n: size for n, size in found.items() if n != 0} for worker, found in legacy.shuttles.items()}
+    successor = make_core(legacy=legacy._replace(shuttles=shuttles))
+    successor.former_gone("cpu:0")
+    removed = [effect.segment for effect in successor.effects if isinstance(effect, UnlinkSegment)]
+    assert {"/stratad.unit.cpu_0.0", "/stratad.unit.cpu_0.1", "/stratad.unit.cpu_0.2"} <= set(removed)
+    assert not any(segment.startswith("/stratad.unit.cpu_1") for segment in removed)

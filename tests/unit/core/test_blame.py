@@ -2,7 +2,24 @@
 
 from collections.abc import Callable
 
-from ipc.messages import Captured, Done, Drop, Found, ImageDetail, JobFailed, Lift, ListImages, Lookup, Restored, Show
+import pytest
+
+from ipc.messages import (
+    Cancel,
+    Captured,
+    Done,
+    Drop,
+    Failed,
+    Found,
+    ImageDetail,
+    JobFailed,
+    Lift,
+    ListImages,
+    Lookup,
+    Restored,
+    Show,
+    Unregister,
+)
 from tests.support.core_harness import Harness, pack_tokens
 
 MakeCore = Callable[..., Harness]
@@ -286,3 +303,93 @@ def test_a_death_that_no_copy_caused_is_held_against_none(make_core: MakeCore) -
     seq = restore(core, engine, "a")
     core.finish_all()
     assert isinstance(core.final(1, seq), Restored)
+
+
+def test_what_was_under_way_already_does_not_end_a_quarantine_by_ending_well(make_core: MakeCore) -> None:
+    core = make_core(2)
+    core.connect()
+    engine = core.register()
+    core.capture(engine, "a", range(256))
+    core.finish_all()
+    first = restore(core, engine, "a")
+    core.worker_gone("cpu:0")
+    core.finish("cpu:1")
+    assert core.failure(1, first).code == "worker_died"
+    core.tick()
+    beside = restore(core, engine, "a")
+    core.finish("cpu:0")
+    second = core.restore(engine, "a", rows=256, first_row=2000)
+    core.worker_gone("cpu:0")
+    core.finish_all()
+    assert core.failure(1, second).code == "worker_died"
+    assert isinstance(core.final(1, beside), Restored)
+    core.tick()
+    assert core.failure(1, restore(core, engine, "a")).code == "quarantined"
+    assert not is_found(core, engine)
+    core.core.validate()
+    assert core.ask(1, Lift(core.next_seq(), "ns", "a"))[-1] == Done(core.seq, 1)
+    assert is_found(core, engine)
+
+
+def test_a_mark_that_ends_well_is_no_suspect_any_more(make_core: MakeCore) -> None:
+    core, engine = one_worker(make_core)
+    captured(core, engine, "a")
+    core.mark(engine, "b", range(256))
+    assert die_of(core, restore(core, engine, "a")) == "worker_died"
+    assert len(core.core.state.suspects) == 2
+    restore(core, engine, "a")
+    core.finish_all()
+    core.mark(engine, "b", range(256))
+    core.finish_all()
+    assert not core.core.state.suspects
+    assert not core.core.state.engines[engine].suspects
+
+
+def test_a_mark_that_ends_well_clears_no_capture(make_core: MakeCore) -> None:
+    """What is marked after each turn would never be quarantined."""
+    core, engine = one_worker(make_core)
+    for _ in range(2):
+        assert die_of(core, core.capture(engine, "bad")) == "worker_died"
+        core.mark(engine, "bad")
+        core.finish_all()
+    assert core.failure(1, core.capture(engine, "bad")).code == "quarantined"
+
+
+def test_marks_that_kill_twice_are_quarantined_and_lifted_with_their_conversation(make_core: MakeCore) -> None:
+    core, engine = one_worker(make_core)
+    for _ in range(2):
+        assert die_of(core, core.mark(engine, "bad")) == "worker_died"
+    assert core.failure(1, core.mark(engine, "bad")).code == "quarantined"
+    assert core.ask(1, Lift(core.next_seq(), "ns", "bad"))[-1] == Done(core.seq, 1)
+    core.mark(engine, "bad")
+    assert core.jobs("cpu:0")
+    core.finish_all()
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancel", "unregister"])
+def test_who_stands_back_for_a_suspect_is_looked_at_when_that_ends(make_core: MakeCore, how: str) -> None:
+    core = make_core(2)
+    core.connect()
+    both, one = core.register(), core.register(stages=1)
+    core.capture(one, "good", range(256))
+    core.finish_all()
+    core.capture(both, "bad", range(256))
+    core.restore(one, "good", 256, first_row=1000)
+    core.worker_gone("cpu:0")  # of the one or the other
+    core.tick()
+    core.finish("cpu:1")
+    core.auto = False
+    core.worker_gone("cpu:1")
+    core.tick(1.0)  # it is being started, and takes its time
+    suspect = core.capture(both, "bad", range(256), deadline_s=5.0)
+    waits = core.capture(one, "plain", range(256))
+    assert core.jobs("cpu:0") == []
+    if how == "deadline":
+        core.tick(5.1)
+    else:
+        seq = core.next_seq()
+        core.ask(1, Cancel(seq, suspect) if how == "cancel" else Unregister(seq, both))
+    assert isinstance(core.final(1, suspect), Failed)
+    assert len(core.jobs("cpu:0")) == 1
+    core.finish("cpu:0")
+    assert isinstance(core.final(1, waits), Captured)

@@ -243,3 +243,17 @@ def test_damage_is_recorded_so_that_the_next_daemon_shares_no_damaged_chunk(core
     assert record.damaged == ((1, 1),)
     look = Lookup(core.next_seq(), engine, pack_tokens(range(600)))
     assert getattr(core.ask(1, look)[0], "match", "") == "miss"
+
+
+def test_two_captures_that_wait_for_room_have_an_image_each_evicted(make_core: MakeCore) -> None:
+    core = make_core(1, budget_images=2)
+    core.connect()
+    engine = core.register(stages=1)
+    old = [published(core, engine, name, tokens=range(256)).image_id for name in ("a", "b")]
+    core.worker_gone("cpu:0")
+    waiting = [core.capture(engine, name, range(256), first_row=n * 256) for n, name in enumerate(("c", "d"))]
+    core.tick(1.0)
+    core.finish_all()
+    assert all(isinstance(core.final(1, seq), Captured) for seq in waiting)
+    assert [r.image_ids for r in core.records if isinstance(r, DropRecord)] == [(old[0],), (old[1],)]
+    assert core.core.state.catalog.evictions == len(old)

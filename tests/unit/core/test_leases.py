@@ -294,3 +294,11 @@ def test_done_is_the_answer_to_a_release(core: Harness) -> None:
     request = Release(core.next_seq(), engine, image_id)
     core.ask(STUCK, request)
     assert core.final(STUCK, request.seq) == Done(request.seq, 1)
+
+
+def test_a_take_that_is_refused_for_another_reason_ends_no_hold(core: Harness) -> None:
+    engine, _ = hold(core, "take")
+    other = core.register(OTHER, stages=1)
+    core.tick(LEASE_S + 1.0)
+    assert core.failure(OTHER, core.restore(other, "a", 3, client=OTHER, take=True)).code == "bad_rows"
+    assert info(core, engine)[0] == {"take": 1}

@@ -7,6 +7,7 @@ import pytest
 from ipc.messages import (
     BootFailed,
     Captured,
+    Done,
     Failed,
     MakeShuttle,
     MemfdPool,
@@ -17,11 +18,13 @@ from ipc.messages import (
     ResetWorker,
     RestartWorker,
     Restored,
+    ShuttleFailed,
     ShuttleReady,
     Stage,
     Stats,
     StatsReply,
     StopWorker,
+    Unregister,
     WorkerInfo,
     WorkerOrdered,
 )
@@ -462,3 +465,95 @@ def test_a_failed_worker_is_reset_at_once(core: Harness) -> None:
     assert reset(core).was == "failed"
     assert worker_of(core).state is WorkerState.READY
     assert worker_of(core).resetting is False
+
+
+def test_a_capture_under_way_publishes_nothing_in_an_arena_that_is_reset(core: Harness) -> None:
+    engine = core.register()
+    running = core.capture(engine, "a")
+    core.finish("cpu:0")
+    reset(core, force=True)
+    core.worker_gone("cpu:0")
+    core.tick(1.0)
+    core.finish("cpu:1")
+    failure = core.failure(1, running)
+    assert failure.code == "worker_died"
+    assert "reset" in failure.message
+    assert not core.core.state.catalog.images
+    assert worker_of(core).state is WorkerState.READY
+    again = core.capture(engine, "a")
+    core.finish_all()
+    assert isinstance(core.final(1, again), Captured)
+
+
+# --- an engine's pools at a worker that ends --------------------------------------------------------------------------
+
+
+def test_an_engine_is_closed_once_the_worker_that_was_killed_is_gone(core: Harness) -> None:
+    """Its mappings live as long as the process."""
+    engine = core.register()
+    core.perform(core.core.worker_unfit("cpu:0", 1, "takes no commands", core.at))
+    seq = core.next_seq()
+    assert core.ask(1, Unregister(seq, engine)) == []
+    core.worker_gone("cpu:0")
+    assert core.answers(1, seq) == [Done(seq)]
+    assert not core.core.state.engines
+
+
+def test_an_engine_is_not_kept_open_by_a_stuck_worker(core: Harness) -> None:
+    engine = core.register()
+    core.perform(core.core.worker_unfit("cpu:0", 1, "takes no commands", core.at))
+    seq = core.next_seq()
+    assert core.ask(1, Unregister(seq, engine)) == []
+    core.tick(10.0)
+    assert worker_of(core).state is WorkerState.STUCK
+    assert core.answers(1, seq) == [Done(seq)]
+
+
+# --- the stop, and a daemon that stood still --------------------------------------------------------------------------
+
+
+def test_a_registration_that_waits_is_told_of_the_stop(make_core: MakeCore) -> None:
+    core = make_core()
+    core.connect()
+    core.auto = False
+    core.worker_gone("cpu:0")
+    waits = register_at(core, "cpu:0")
+    core.perform(core.core.stop(core.at))
+    assert core.failure(1, waits.seq).code == "stopping"
+    assert not core.core.state.engines
+
+
+def test_nothing_that_a_worker_owes_is_overdue_because_the_daemon_stood_still(make_core: MakeCore) -> None:
+    core = make_core(3)
+    core.connect()
+    core.auto = False
+    core.worker_gone("cpu:0")
+    core.tick()
+    core.ready("cpu:0")  # and is asked for a shuttle
+    register_at(core, "cpu:1")
+    core.perform(core.core.worker_hung_up("cpu:2", 1, core.at))
+    core.perform(core.core.stood_still(500.0, core.at))
+    core.tick(500.5)
+    assert core.kills == []
+    core.tick(40.0)
+    assert {kill.worker for kill in core.kills} == {"cpu:0", "cpu:1", "cpu:2"}
+    core.perform(core.core.stood_still(500.0, core.at))
+    core.tick(509.5)
+    assert {worker.state for worker in core.core.state.workers.values()} == {WorkerState.KILLED}
+    core.tick(1.0)
+    assert {worker.state for worker in core.core.state.workers.values()} == {WorkerState.STUCK}
+
+
+def test_no_tick_is_due_at_once_for_a_worker_that_ends_while_it_runs_short(make_core: MakeCore) -> None:
+    core = make_core(1)
+    core.connect()
+    core.auto = False
+    core.worker_gone("cpu:0")
+    core.tick()
+    core.ready("cpu:0")
+    core.report("cpu:0", ShuttleFailed(0, "no_space", "No space left on device", MIB, 0))
+    core.tick(9.5)
+    core.perform(core.core.worker_hung_up("cpu:0", 2, core.at))
+    core.tick(0.7)
+    assert core.kills == []
+    assert core.core.due_s > core.now_s

@@ -4,12 +4,25 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ipc.messages import Captured, Failed, MakeShuttle, OpenPool, PoolOpened, Restored, ShuttleFailed, ShuttleReady
+from ipc.messages import (
+    Captured,
+    Failed,
+    ImageDetail,
+    MakeShuttle,
+    OpenPool,
+    PoolOpened,
+    ResetWorker,
+    Restored,
+    Show,
+    ShuttleFailed,
+    ShuttleReady,
+    WorkerOrdered,
+)
 from shm.extent import GRANULE_BYTES
 from stratad.core.effects import LogLine, UnlinkSegment
 from stratad.core.losses import SKIP_LIMIT
 from stratad.core.memory_tracks import MemorySettings
-from stratad.core.records import DropRecord
+from stratad.core.records import DropRecord, ImageRecord
 from stratad.core.views import health
 from tests.support.core_exchange import CoreExchange
 from tests.support.core_harness import MIB, Harness
@@ -273,18 +286,30 @@ def test_somebody_who_takes_every_name_is_no_endless_loop(make_core: MakeCore) -
     assert core.core.state.workers["cpu:0"].arena.free_granules == MIB // GRANULE_BYTES - 1
 
 
-def test_the_end_of_lost_images_is_recorded_and_where_it_cannot_be_they_go_all_the_same(make_core: MakeCore) -> None:
-    for error in ("", "no room"):
-        core = make_core()
-        engine = core.register(stages=1)
-        core.capture(engine)
-        core.finish_all()
-        (image_id,) = core.core.state.catalog.images
-        core.journal_error = error
-        lose(core)
-        assert not core.core.state.catalog.images
-        assert (DropRecord((image_id,)) in core.records) is not bool(error)
-        assert health(core.core.state) == ("degraded" if error else "ok")
+def test_the_end_of_lost_images_is_recorded(make_core: MakeCore) -> None:
+    core = make_core()
+    engine = core.register(stages=1)
+    core.capture(engine)
+    core.finish_all()
+    (image_id,) = core.core.state.catalog.images
+    lose(core)
+    assert not core.core.state.catalog.images
+    assert DropRecord((image_id,)) in core.records
+    assert health(core.core.state) == "ok"
+
+
+def test_a_worker_that_ran_short_before_its_shuttle_was_found_lost_is_short_no_more(make_core: MakeCore) -> None:
+    core = make_core()
+    core.register(stages=1)
+    come_back(core)
+    core.report("cpu:0", ShuttleFailed(0, "no_space", "No space left on device", MIB, 0))
+    assert health(core.core.state) == "degraded"
+    core.tick(10.0)
+    core.report("cpu:0", ShuttleFailed(0, "missing", "there is no segment", 1, 0))
+    core.core.validate()
+    assert asked(core)[-1].index == 1
+    core.report("cpu:0", ShuttleReady(1, False, 0.0))
+    assert health(core.core.state) == "ok"
 
 
 def test_a_journal_that_had_no_room_is_asked_again_without_a_request(make_core: MakeCore) -> None:
@@ -301,3 +326,45 @@ def test_a_journal_that_had_no_room_is_asked_again_without_a_request(make_core: 
     core.journal_error = ""
     core.tick(1.0)
     assert health(core.core.state) == "ok"
+
+
+def test_extents_of_a_lost_shuttle_may_come_back_after_a_reset(make_core: MakeCore) -> None:
+    core = make_core(2)
+    engine = core.register()
+    running = core.capture(engine)
+    lose(core)
+    order = ResetWorker(core.next_seq(), "cpu:0", force=True)
+    assert isinstance(core.ask(1, order)[-1], WorkerOrdered)
+    core.worker_gone("cpu:0")
+    core.finish("cpu:1")
+    assert isinstance(core.final(1, running), Failed)
+    core.tick(1.0)
+    again = core.capture(engine)
+    core.finish_all()
+    assert isinstance(core.final(1, again), Captured)
+    assert 0 not in core.core.state.workers["cpu:0"].sizes, "its number stands for what is lost"
+
+
+def test_images_whose_loss_cannot_be_recorded_stay_flagged_and_keep_their_other_extents(make_core: MakeCore) -> None:
+    core = make_core(2)
+    engine = core.register()
+    core.capture(engine)
+    core.finish_all()
+    core.restore(engine, first_row=1000)
+    core.finish_all()
+    core.journal_error = "No space left on device"
+    lose(core)
+    state = core.core.state
+    (image,) = state.catalog.images.values()
+    assert image.damaged
+    assert state.workers["cpu:1"].arena.used_granules > 0
+    assert core.failure(1, core.restore(engine, first_row=1000)).code == "damaged"
+    shown = core.ask(1, Show(core.next_seq(), "ns", "a"))[-1]
+    assert isinstance(shown, ImageDetail)
+    assert shown.chunks[0].segments == ("",)
+    core.journal_error = ""
+    core.tick(2.0)
+    core.capture(engine)
+    core.finish_all()
+    assert image.image_id not in state.catalog.images
+    assert [r.supersedes for r in core.records if isinstance(r, ImageRecord)] == [0, image.image_id]

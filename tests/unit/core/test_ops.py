@@ -19,12 +19,14 @@ from ipc.messages import (
     JobDone,
     Lookup,
     Mark,
+    MemfdPool,
     OpenPool,
     Pin,
     PoolClosed,
     PoolOpened,
     Progress,
     Register,
+    Registered,
     Restored,
     ShuttleFailed,
     ShuttleReady,
@@ -694,3 +696,23 @@ def test_the_time_of_a_copy_begins_when_the_event_is_reached(waiting: tuple[Harn
     assert not core.kills
     core.tick(2.0)
     assert len(core.kills) == 1
+
+
+def test_no_image_ends_for_room_on_a_device_where_it_does_not_lie(make_core: MakeCore) -> None:
+    core = make_core(2, budget_bytes=64 * MIB, arena_bytes=2 * MIB)
+    core.connect()
+    both, one = core.register(), core.register(stages=1)
+    pool = MemfdPool(9, layout().end_bytes)
+    request = Register(core.next_seq(), "ns", "e", FINGERPRINT, (Stage(0, "cpu:1", pool, layout()),))
+    core.ask(1, request)
+    other = core.final(1, request.seq)
+    assert isinstance(other, Registered)
+    core.capture(one, "old, elsewhere", range(300))
+    core.finish_all()
+    for name in ("first", "second"):
+        core.capture(other.engine_id, name, range(1200))
+        core.finish("cpu:1", stage=0)
+    assert sorted(i.conversation for i in core.core.state.catalog.images.values()) == ["old, elsewhere", "second"]
+    core.capture(both, "over both", range(1500))
+    core.finish_all()
+    assert [i.conversation for i in core.core.state.catalog.images.values()] == ["old, elsewhere", "over both"]

@@ -611,3 +611,40 @@ def test_where_an_image_can_be_cut(
     assert longest_prefix(layouts, spans, declared, found, count) == left
     otherwise = [StageDigests("y", one.key_id, one.digests) for one in declared]
     assert longest_prefix(layouts, spans, declared, otherwise, count) == 0
+
+
+def test_a_mark_under_way_does_not_keep_memory_mapped_once_the_rescue_is_over(core: Harness) -> None:
+    engine = core.register()
+    core.mark(engine, "a")
+    core.die()
+    core.connect(2)
+    before = len(core.effects)
+    core.ask(2, seq := Announce(core.next_seq(), "ns"))
+    cancelled = [e.worker for e in core.effects[before:] if isinstance(e, SendTo) and isinstance(e.command, CancelJob)]
+    assert sorted(cancelled) == list(ALL)
+    for worker in ALL:
+        core.fail(worker, "cancelled")
+    assert core.final(2, seq.seq) == Done(seq.seq, 1)
+    assert unmapped(core)
+
+
+def test_a_rescue_holds_no_transit_images_and_has_their_space(core: Harness) -> None:
+    engine = core.register()
+    mark(core, engine)
+    core.slot_copy(engine, "slot_to", first_row=1000, slot=3)
+    core.finish_all()
+    assert core.core.state.catalog.transits
+    core.die(proven=False)
+    assert not unmapped(core)
+    assert not core.core.state.catalog.transits
+    assert core.core.state.catalog.used_bytes == 0
+
+
+def test_a_process_is_not_held_to_live_because_the_daemon_stood_still(core: Harness) -> None:
+    mark(core, core.register())
+    core.die(proven=False)
+    core.perform(core.core.stood_still(60.0, core.at))
+    core.tick(61.0)
+    core.ended()
+    core.finish_all()
+    assert tokens(core) == 600
