@@ -1,6 +1,7 @@
 """``stratad`` and ``python -m stratad``: start the daemon.
 
-Exit status: 0 after a graceful stop, 1 it could not start, 2 bad configuration, 3 the instance is served already.
+Exit status: 0 after a graceful stop, 1 it could not start, 2 bad configuration (also a state directory with another key
+than that of the images which are there), 3 the instance is served already.
 """
 
 import logging
@@ -9,7 +10,7 @@ import sys
 
 from ipc.logs import setup_logs
 from stratad.config import ConfigError, load_config, render_config
-from stratad.daemon import run
+from stratad.daemon import ForeignKey, run
 from stratad.lock import InstanceLocked
 from stratad.notify import Notifier
 
@@ -34,6 +35,10 @@ def main() -> int:
         log.error("%s", exc)
         notifier.failed(str(exc))
         return 3
+    except ForeignKey as exc:  # a start again would not mend it
+        log.error("cannot start: %s", exc)
+        notifier.failed(str(exc))
+        return 2
     except (OSError, ValueError) as exc:
         log.error("cannot start: %s", exc)
         notifier.failed(str(exc))

@@ -1,6 +1,7 @@
 """The operations of an engine: from a caller's arguments to a request that is sent, and the ticket for its end."""
 
 import contextlib
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
@@ -304,6 +305,11 @@ def check_slot(slot: int) -> None:
 
 
 def _counted(tokens: int) -> int:
-    if not 0 < tokens < U32_LIMIT:
-        raise UsageError("bad_tokens", f"tokens must be 1 to {U32_LIMIT - 1}, got {tokens}")
-    return tokens
+    """How many tokens a slot copy moves: a number, where a capture names them."""
+    try:
+        count = operator.index(tokens)
+    except TypeError as exc:
+        raise UsageError("bad_tokens", f"tokens is how many there are, an int, got {type(tokens).__name__}") from exc
+    if not 0 < count < U32_LIMIT:
+        raise UsageError("bad_tokens", f"tokens must be 1 to {U32_LIMIT - 1}, got {count}")
+    return count

@@ -29,7 +29,7 @@ from stratad.config import Config
 from stratad.core.adoption import Legacy
 from stratad.core.core import Core
 from stratad.core.memory_tracks import MemorySettings
-from stratad.core.records import replay
+from stratad.core.records import Replayed, replay
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
 from stratad.fault_points import DieAt, FaultPoints
@@ -57,6 +57,10 @@ TEMPLATE_END_S: Final = 1.0
 REACHED_POINTS: Final = "fault_points"  # in the state directory: those that were passed, one a line
 # A step of the start: to free a dead daemon's arena, or to wake a driver that no process keeps loaded.
 START_STEP_S: Final = 60.0
+
+
+class ForeignKey(ValueError):
+    """Images are there that were made under another digest key."""
 
 
 def run(config: Config, notifier: Notifier) -> int:
@@ -162,12 +166,15 @@ def _legacy(instance: str, key: bytes, workers: list[str]) -> Legacy:
 
     Raises:
         ForeignJournal, OSError: it cannot be told.
+        ForeignKey: it cannot be verified.
     """
     contents = read_journal(instance)
     if contents.unusable:
         log.warning("the journal of an earlier daemon is of no use", extra=fields(why=contents.unusable))
     if contents.damaged:
         log.error("records of the journal are damaged: they are skipped", extra=fields(count=contents.damaged))
+    left = replay(contents.records)
+    _refuse_foreign_key(left, key_id(key), instance)
     names = {worker.replace(":", "_"): worker for worker in workers}
     boot = boot_id()
     shuttles: dict[str, dict[int, int]] = {}
@@ -175,7 +182,21 @@ def _legacy(instance: str, key: bytes, workers: list[str]) -> Legacy:
         header = segment.header
         if header is not None and segment.whole and header.boot_id == boot and header.worker in names:
             shuttles.setdefault(names[header.worker], {})[header.index] = header.shuttle_bytes
-    return Legacy(replay(contents.records), shuttles, key_id(key), contents.same_pids)
+    return Legacy(left, shuttles, key_id(key), contents.same_pids)
+
+
+def _refuse_foreign_key(left: Replayed, own: bytes, instance: str) -> None:
+    """A start with another state directory, by mistake, must not cost what the right one would serve.
+
+    Raises:
+        ForeignKey: images are there that this digest key cannot verify.
+    """
+    foreign = sum(any(maker[1] != own for stage in r.stages for maker in stage.makers) for r in left.images.values())
+    if foreign:
+        raise ForeignKey(
+            f"{foreign} of {len(left.images)} images in /dev/shm were made under another digest key: start with the "
+            f"former --state-dir, or give them up with `stratactl --instance {instance} purge --yes`"
+        )
 
 
 def _access(config: Config) -> Access:

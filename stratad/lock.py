@@ -58,9 +58,14 @@ class InstanceLock:
         self._descriptor = -1
 
 
+def lock_path(instance: str) -> Path:
+    """Where the lock of an instance lies."""
+    return Path(MOUNT) / f"stratad.{instance}.lock"
+
+
 def _take(instance: str) -> tuple[Path, int]:
     """The lock's file and the descriptor that holds it; raises as `InstanceLock.take`."""
-    path = Path(MOUNT) / f"stratad.{instance}.lock"
+    path = lock_path(instance)
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -10,7 +10,7 @@ from stratad.core.records import WorkerRecord, replay
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import Answer, CommandError, JsonObject, human_bytes
 from stratad.journal import ForeignJournal, read_journal, remove_journal
-from stratad.lock import InstanceLock, InstanceLocked
+from stratad.lock import InstanceLock, InstanceLocked, lock_path
 
 # A worker ends within a second of its daemon.
 _END_S: Final = 2.0
@@ -23,6 +23,7 @@ def purge(instance: str, *, yes: bool) -> Answer:
     Raises:
         CommandError: a daemon serves the instance, a worker of it still runs, or the files are another user's.
     """
+    made = not lock_path(instance).exists()  # its owner decides who may serve the instance
     try:
         lock = InstanceLock.take(instance)
     except InstanceLocked as exc:
@@ -41,12 +42,15 @@ def purge(instance: str, *, yes: bool) -> Answer:
     except (ForeignJournal, OSError) as exc:
         raise CommandError(ExitCode.FAILED, "not_permitted", str(exc), "run it as the daemon's user") from exc
     finally:
-        lock.release(unlink=yes)
-    what = f"{len(left.images)} images in {len(segments)} segments of {human_bytes(held_bytes)}"
+        lock.release(unlink=yes or made)
+    what = f"instance {instance}: {len(left.images)} images in {len(segments)} segments of {human_bytes(held_bytes)}"
     data: JsonObject = {
         "images": len(left.images), "segments": len(segments), "segment_bytes": held_bytes, "removed": yes,
     }  # fmt: skip
-    lines = [f"removed {what}"] if yes else [what, "with --yes they are removed"]
+    if not (left.images or segments):
+        lines = [f"instance {instance}: nothing in /dev/shm"]
+    else:
+        lines = [f"removed of {what}"] if yes else [what, "with --yes they are removed"]
     return Answer(lines=lines, data=data)
 
 

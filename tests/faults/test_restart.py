@@ -8,6 +8,7 @@ import sys
 import psutil
 import pytest
 
+from shm.digest_key import key_id
 from shm.shuttle import MOUNT
 from stratad.client import Client
 from stratad.core.records import ImageRecord, StageRecord
@@ -16,6 +17,7 @@ from stratad.errors import StratadError, UsageError
 from stratad.journal import Journal
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import FINGERPRINT, FakeEngine, slot_layout
+from tests.support.instances import fresh_instance
 from tests.support.wait import wait_until
 
 LAYOUTS = (slot_layout(state_bytes=5000), slot_layout(planes=3, row_bytes=160))
@@ -146,19 +148,36 @@ def test_another_process_restores_it() -> None:
         subprocess.run([*command, "restore", *where], check=True, capture_output=True)
 
 
-def test_an_image_whose_digest_key_is_gone_is_not_served() -> None:
+def test_a_start_under_another_digest_key_costs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with DaemonProcess("cpu:2", KEEP) as daemon, daemon.client() as client, FakeEngine(client, LAYOUTS) as engine:
-        engine.capture("a", range(TOKENS), range(TOKENS))
-        daemon.kill()
-        (daemon.state_dir / "digest.key").unlink()
-        daemon.start()
-        assert conversations(client) == {}
-        assert "made under another digest key" in daemon.log
         expected = engine.contents(range(TOKENS), TOKENS)
         engine.capture("a", range(TOKENS), range(TOKENS))
+        daemon.kill()
+        key = daemon.state_dir / "digest.key"
+        key.rename(aside := daemon.state_dir / "aside")
+        with pytest.raises(StratadError):
+            daemon.start(answers_within_s=2.0)
+        assert daemon.ended() == 2
+        assert "1 of 1 images in /dev/shm were made under another digest key" in daemon.log
+        aside.rename(key)
+        daemon.start()
         engine.fill()
         engine.restore("a", range(TOKENS))
         assert engine.contents(range(TOKENS), TOKENS) == expected
+        daemon.kill()
+        key.unlink()
+        assert stratactl(["--instance", daemon.instance, "purge", "--yes"]) == 0
+        assert "removed of" in capsys.readouterr().out
+        daemon.start()
+        engine.capture("a", range(TOKENS), range(TOKENS))
+
+
+def test_a_look_at_what_is_left_leaves_no_lock_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever owns the lock's file decides who may serve the instance."""
+    instance = fresh_instance()
+    assert stratactl(["--instance", instance, "purge"]) == 0
+    assert f"instance {instance}: nothing in /dev/shm" in capsys.readouterr().out
+    assert not list(MOUNT.glob(f"stratad.{instance}.*"))
 
 
 def test_bytes_that_changed_while_no_daemon_ran_are_never_served() -> None:
@@ -225,7 +244,7 @@ def test_purge_frees_what_a_stopped_daemon_kept(capsys: pytest.CaptureFixture[st
 
 def test_what_reading_a_large_journal_took_is_given_back() -> None:
     def lost(number: int) -> ImageRecord:
-        places, makers = os.urandom(480), (("xxh3-128", b"12345678"),)
+        places, makers = os.urandom(480), (("xxh3-128", key_id((daemon.state_dir / "digest.key").read_bytes())),)
         stage = StageRecord(bytes(80), b"\1\0\0\0" * 20, places, os.urandom(320), makers, bytes(20))
         return ImageRecord(
             number, "ns", 0, "f", {"model": "m"}, ("cpu:0",), f"c{number}", os.urandom(20_000), 1, (), None, (stage,),

@@ -1,6 +1,7 @@
 """Tokens and rows as callers may give them."""
 
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from shm.rows import pack_rows
 from stratad._arguments import RowsLike, TokensLike, pack_tokens, parse_rows
 from stratad._rows import GroupRows, RowsGiven, StageRows, StageRowsLike, check_checkpoints, stage_rows
 from stratad.errors import UsageError
+from tests.support.client_rig import rig
 from tests.support.layouts import stage_layout
 
 STAGE = stage_layout((Plane(0, 8, 8, 100),))
@@ -201,3 +203,8 @@ def test_checkpoints_ascend_and_are_there_where_states_are() -> None:
         with pytest.raises(UsageError) as caught:
             check_checkpoints(layouts, checkpoints, 5)
         assert caught.value.code == "bad_state"
+
+
+def test_a_slot_copy_takes_a_number_of_tokens_and_says_so(tmp_path: Path) -> None:
+    with rig(tmp_path) as parts, pytest.raises(UsageError, match="how many there are, an int, got range"):
+        parts.engine.slot_to(range(5), range(5), 0)  # type: ignore[arg-type]
