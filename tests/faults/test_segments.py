@@ -234,6 +234,7 @@ def test_as_process_1_it_reaps_its_workers_and_what_others_leave_behind() -> Non
         subprocess.run(enter, check=True, timeout=10)
         with daemon.client() as client, FakeEngine(client, (LAYOUT,)) as engine:
             wait_until(lambda: client.stats().workers[0].deaths >= 100 and client.stats().health == "ok", timeout_s=60)
+            wait_until(lambda: client.stats().workers[0].shuttles)
             check_round(engine, "a")
         family = psutil.Process(daemon.pid).children
         wait_until(lambda: len(family(recursive=True)) == 2, timeout_s=20, what="the orphan to be reaped")
