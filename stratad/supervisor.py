@@ -78,6 +78,9 @@ HELLO_BYTES: Final = 1024  # more is not read of a peer that nobody has vouched 
 LONGEST_WAIT_S: Final = 60.0
 # A worker says hello and that it is ready, then it waits for commands.
 EARLY_LIMIT: Final = 16
+# Descriptors that no client is given (the kernel hands out the lowest number): for the ZeroMQ connections of those who
+# have just been let in, and for workers that are started again.
+SPARE_FILES: Final = 32
 # For the last answers of a worker that has gone; milliseconds, unless the host is very busy.
 LAST_WORDS_S: Final = 0.25
 # Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
@@ -361,7 +364,7 @@ class Supervisor:
 
     def _on_connect(self) -> None:
         for _ in range(ACCEPT_LIMIT):
-            lifeline = self._listener.admit(self._core.state.settings.start_id, self._access.why_not)
+            lifeline = self._listener.admit(self._core.state.settings.start_id, self._access.why_not, self._spare_files)
             if lifeline is None:
                 return
             if isinstance(lifeline, Refused):
@@ -380,6 +383,14 @@ class Supervisor:
                 self._unclaimed[pid] = lifeline
             else:
                 self._add_client(lifeline)
+
+    def _spare_files(self, pid: int) -> int:
+        """How many descriptors must be left once a peer has been let in. ZeroMQ aborts the process where it cannot
+        accept a connection: who will open one is turned away before.
+        """
+        template = self._processes.template
+        ours = template is not None and _parent(pid) == template.pid
+        return 0 if ours else SPARE_FILES
 
     @property
     def _awaits_fork(self) -> bool:
