@@ -16,6 +16,7 @@ import contextlib
 import enum
 import errno
 import os
+import resource
 import secrets
 import select
 import socket
@@ -285,11 +286,14 @@ class LifelineServer:
         assert not isinstance(accepted, Refused)
         return accepted
 
-    def admit(self, start_id: bytes, why_not: Callable[[Credentials], str]) -> Lifeline | Refused | None:
+    def admit(
+        self, start_id: bytes, why_not: Callable[[Credentials], str], spare: Callable[[int], int] = lambda _: 0
+    ) -> Lifeline | Refused | None:
         """`accept` if `why_not` finds no reason against the peer (an empty text).
 
         A peer that is refused gets the reason for an answer, under the code ``not_permitted``, and costs nothing beyond
-        this call.
+        this call. One that would leave fewer than ``spare(its pid)`` descriptors is turned away without a word, as are
+        all once none is left.
         """
         while True:
             try:
@@ -311,6 +315,10 @@ class LifelineServer:
                     with connection, contextlib.suppress(OSError):
                         connection.send(_refusal_packet(message), socket.MSG_NOSIGNAL)
                     return Refused(peer, message)
+                # The kernel hands out the lowest number that is free.
+                if connection.fileno() + spare(peer.pid) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+                    connection.close()
+                    continue
                 token = secrets.token_bytes(TOKEN_BYTES)
                 lifeline = Lifeline(connection, peer, token, start_id)
                 connection.send(_token_packet(token, start_id), socket.MSG_NOSIGNAL)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Between two tries to register again where the daemon is not ready, or the probe met a write: twice as long each time.
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 2.0
+# Marks that are sent again before a reply is waited for.
+MARKS_AT_ONCE: Final = 256
 
 
 class Session(NamedTuple):
@@ -96,6 +98,7 @@ class Registration:
         self._retry_due = False
         self._retry_s = FIRST_RETRY_S
         self._ending: Call | None = None
+        self._marks_left: list[tuple[int, str]] = []
         # Every proof that is open, former ones too as long as a ticket needs them.
         self._proofs: list[WorkerProof] = []
         self.on_first: Callable[[], None] = _nothing
@@ -135,7 +138,7 @@ class Registration:
     def ready_on(self, link: "Connection") -> bool:
         """Whether calls may be sent on `link`; if not, the registration is on its way."""
         if self._link is link:
-            return True
+            return not self._marks_left  # what is sent now must not overtake them: a slot may be poisoned
         self._register_again()
         return False
 
@@ -253,9 +256,25 @@ class Registration:
         self._retry_s = FIRST_RETRY_S
         if first:
             self.on_first()
-        for slot, mark in self.marks.all():
-            self._send_now(_mark(reply.engine_id, slot, mark))
-        self._pump.flush(self)
+        self._marks_left = self.marks.all()
+        self._send_marks(link)
+
+    def _send_marks(self, link: "Connection") -> None:
+        """Send some of the marks that the daemon of `link` has not been sent; the reply to the last of them brings the
+        next, and after all of them goes what waits. At once they would be more than the queues of both sides hold.
+        """
+        if self._pump.link is not link or self._link is not link:
+            return
+        batch, self._marks_left = self._marks_left[:MARKS_AT_ONCE], self._marks_left[MARKS_AT_ONCE:]
+        for slot, mark in batch[:-1]:
+            self._send_now(_mark(self.engine_id, slot, mark))
+        for slot, mark in batch[-1:]:
+            last = _mark(self.engine_id, slot, mark)
+            if self._marks_left:
+                last.on_final = lambda _: self._send_marks(link)
+            self._send_now(last)
+        if not self._marks_left:
+            self._pump.flush(self)
 
     def _know(self, by_stage: Mapping[int, WorkerProcess], link: "Connection") -> None:
         known = {proof.process: proof for proof in self.workers}

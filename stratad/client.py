@@ -108,6 +108,29 @@ _clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 _fenced: list[Engine] = []
 
 
+class _Sockets:
+    """What a client holds of the system: its ZeroMQ context, its latest connection and the eventfd that wakes it.
+
+    Held from outside of the client too: if all of it were garbage together, the context could be finalized before its
+    socket is, and would wait for that for ever.
+    """
+
+    def __init__(self, context: ZmqContext, wake_fd: int) -> None:
+        self.context: Final = context
+        self.connection: Connection | None = None
+        self._wake_fd: Final = wake_fd
+        self._pid: Final = os.getpid()
+
+    def abandon(self) -> None:
+        """Close all of it: the client is gone and nobody closed it. In a forked child nothing happens."""
+        if os.getpid() != self._pid:
+            return
+        if self.connection is not None:
+            self.connection.close()
+        self.context.term()
+        os.close(self._wake_fd)
+
+
 class Client:
     """A connection to the daemon of one instance. Thread-safe; of no use in a forked child.
 
@@ -126,7 +149,9 @@ class Client:
             self._open, self._opened, self._workers_changed, wake_fd=wake_fd, where=str(paths.directory)
         )
         self._name = name
-        self._context = context
+        self._sockets = _Sockets(context, wake_fd)
+        self._abandoned = weakref.finalize(self, self._sockets.abandon)
+        self._abandoned.atexit = False
         self._pid = os.getpid()
         self._engines: list[Engine] = []
         self._welcome: Welcome | None = None
@@ -492,7 +517,8 @@ class Client:
             for engine in list(self._engines):
                 engine.release()
         _release_fenced()
-        self._context.term()
+        self._abandoned.detach()
+        self._sockets.context.term()
         _clients.discard(self)
 
     def __enter__(self) -> Self:
@@ -577,7 +603,9 @@ class Client:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _open(self, until_s: float) -> Connection:
-        return Connection.open(self._context, self.paths, self._name, until_s)
+        connection = Connection.open(self._sockets.context, self.paths, self._name, until_s)
+        self._sockets.connection = connection
+        return connection
 
     def _opened(self, link: Connection) -> None:
         self._welcome = link.welcome

@@ -10,8 +10,8 @@ log = logging.getLogger(__name__)
 # Of each client: its lifeline, its pidfd and its ZeroMQ connection; pools keep one descriptor a stage.
 PER_CLIENT: Final = 3
 POOLS_PER_CLIENT: Final = 8
-# Sockets, pidfds, logs, libraries, and accepting one too many to tell him so.
-OWN: Final = 64
+# Sockets, pidfds, logs, libraries, accepting one too many to tell him so, and those that no client is given.
+OWN: Final = 96
 # For one client.
 LEAST: Final = OWN + PER_CLIENT + POOLS_PER_CLIENT
 

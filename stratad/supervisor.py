@@ -57,6 +57,9 @@ LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 ACCEPT_LIMIT: Final = 16
 # So long another daemon might find the instance without its lock; one with another run directory would take it over.
 LOCK_EVERY_S: Final = 0.5
+# Descriptors that no client is given (the kernel hands out the lowest number): for the ZeroMQ connections of those who
+# have just been let in, and for workers that are started again.
+SPARE_FILES: Final = 32
 # Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
 STILL_S: Final = 0.5
 # What may follow the time for a graceful stop: SIGKILL, its proof (10 s), and freeing a large arena.
@@ -165,7 +168,7 @@ class Supervisor:
 
     def _on_connect(self) -> None:
         for _ in range(ACCEPT_LIMIT):
-            lifeline = self._listener.admit(self._core.state.settings.start_id, self._access.why_not)
+            lifeline = self._listener.admit(self._core.state.settings.start_id, self._access.why_not, self._spare_files)
             if lifeline is None:
                 return
             if isinstance(lifeline, Refused):
@@ -175,6 +178,12 @@ class Supervisor:
             # One of another user is no worker of ours, whatever its pid was before.
             if lifeline.peer.uid != self._access.own_uid or not self._workers.claim(lifeline):
                 self._clients.add(lifeline)
+
+    def _spare_files(self, pid: int) -> int:
+        """How many descriptors must be left once a peer has been let in. ZeroMQ aborts the process where it cannot
+        accept a connection: who will open one is turned away before.
+        """
+        return 0 if self._workers.is_child_of_template(pid) else SPARE_FILES
 
     # --- signals ------------------------------------------------------------------------------------------------------
 

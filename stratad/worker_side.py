@@ -195,7 +195,7 @@ class WorkerSide:
         # Ordered, but not reported yet?
         if all(name in self.processes.workers for name in self._links) or not self.processes.template:
             return False
-        if _parent(pid) != self.processes.template.pid:
+        if not self.is_child_of_template(pid):
             return False
         self._unclaimed[pid] = lifeline
         return True
@@ -300,6 +300,11 @@ class WorkerSide:
                 self._close_lifeline(link.channel.lifeline)
         while self._unclaimed:
             self._unclaimed.popitem()[1].close()
+
+    def is_child_of_template(self, pid: int) -> bool:
+        """Whether the template that there is has forked this process."""
+        template = self.processes.template
+        return template is not None and _parent(pid) == template.pid
 
 
 def faults_of(orders: dict[str, str], generation: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 
 from shm.process import is_gone
 from stratad.client import Client
-from stratad.errors import DeadlineExceeded, Lost
+from stratad.errors import DeadlineExceeded, Lost, UsageError
 from tests.support.cycles import Cycles
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import FakeEngine, slot_layout
@@ -248,3 +248,23 @@ def test_some_cycles_of_start_submit_stop() -> None:
         for _ in range(6):
             cycles.cycle()
     assert cycles.outcomes["capture: ok"] > 1
+
+
+def test_marks_of_more_slots_than_any_queue_holds_reach_the_next_daemon_before_what_waits() -> None:
+    """Some thousand replies that nobody reads yet make a daemon drop its client, again and again."""
+    slots = 6000
+    with DaemonProcess("cpu:2", KEEP) as daemon, engine_on(daemon) as (client, engine):
+        for slot in range(slots):
+            engine.engine.mark(slot, "dirty")
+        engine.engine.mark(slots - 1, "poisoned")
+        expected = engine.contents(ROWS, TOKENS)
+        engine.capture("chat", ROWS, ROWS)
+        daemon.kill()
+        daemon.start()
+        with pytest.raises(UsageError) as refused:
+            engine.engine.capture("other", range(TOKENS), ROWS, slots - 1).result()
+        assert refused.value.code == "poisoned"
+        engine.fill()
+        engine.restore("chat", ROWS)
+        assert engine.contents(ROWS, TOKENS) == expected
+        assert client.statistics()["connections"] == 2

@@ -35,23 +35,24 @@ def check_round(engine: FakeEngine, conversation: str) -> None:
 
 
 @contextmanager
-def no_more_files(pid: int) -> Iterator[None]:
-    """The process has as many descriptors as it may have."""
+def no_more_files(pid: int, spare: int = 0) -> Iterator[None]:
+    """The process has as many descriptors as it may have, but for `spare`."""
     highest = max(int(name) for name in os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     # What is free below the highest one may still be taken: the limit is on the number, not on the count.
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(len(os.listdir(f"/proc/{pid}/fd")), highest), before[1]))  # noqa: PTH208
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(len(os.listdir(f"/proc/{pid}/fd")), highest) + spare, before[1]))  # noqa: PTH208
     try:
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
-def test_out_of_descriptors_who_is_there_is_served_and_who_comes_waits() -> None:
+@pytest.mark.parametrize("spare", [0, 1, 2, 7])
+def test_out_of_descriptors_who_is_there_is_served_and_who_comes_waits(spare: int) -> None:
     with DaemonProcess("cpu:1") as daemon, daemon.client() as client, FakeEngine(client, (LAYOUT,)) as engine:
         check_round(engine, "a")
         worker = client.stats().workers[0].pid
-        with no_more_files(daemon.pid):
+        with no_more_files(daemon.pid, spare):
             with pytest.raises(DeadlineExceeded):
                 daemon.client(deadline_s=0.3)
             check_round(engine, "a")
