@@ -188,6 +188,14 @@ def expire(state: State) -> None:
             state.out.append(KillFormer(worker.name))
 
 
+def stop(state: State) -> None:
+    """The daemon stops: nobody will look at former workers any more, so that none may outlive it."""
+    for worker in state.workers.values():
+        if worker.former is not None and worker.former_by_s < math.inf:
+            worker.former_by_s = math.inf
+            state.out.append(KillFormer(worker.name))
+
+
 def former_gone(state: State, worker: Worker) -> None:
     """Proof that a worker's former process is gone: nobody else writes into its arena any more. It may have made
     another shuttle after we had looked at what is there.

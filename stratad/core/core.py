@@ -384,6 +384,7 @@ class Core:
         if not state.stopping:
             state.stopping = True
             rescue.stop(state)
+            adoption.stop(state)
             registration.stop(state)
             for op in list(state.waiting.values()):
                 jobs.fail(state, op, "stopping", "the daemon is stopping")

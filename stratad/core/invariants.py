@@ -27,6 +27,7 @@ def check(state: State) -> None:
         assert set(worker.arena.shuttles) == set(worker.sizes)
         assert not worker.jobs or worker.state in HOLDING_JOBS
         assert worker.resetting == (worker.name in state.resets)
+    _check_places(state)
     for info in state.faults.values():
         assert state.workers[info.worker].state in HOLDING_JOBS, f"fault {info.fault}"
     memory.validate(state)
@@ -36,6 +37,16 @@ def check(state: State) -> None:
         assert engine.rescue is None or engine.closing
         assert all(mark.slot == slot and mark.digests for slot, mark in engine.clean.by_slot.items())
     _check_holds(state)
+
+
+def _check_places(state: State) -> None:
+    """No image lies where an arena is to be emptied, and only what is flagged in a shuttle that is lost."""
+    shuttles = {name: frozenset(worker.sizes) for name, worker in state.workers.items()}
+    for image in (*state.catalog.images.values(), *state.catalog.transits.values()):
+        assert not any(state.workers[name].resetting for name in image.scope.workers), f"image {image.image_id}: reset"
+        for chunk in image.chunks():
+            there = all(extent.shuttle in shuttles[chunk.key.worker] for extent in chunk.place.extents)
+            assert there or chunk.damaged, f"image {image.image_id}: its shuttle is lost"
 
 
 def _check_holds(state: State) -> None:

@@ -359,4 +359,19 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "        if False:",
         seeds=3000,
     ),
+    # --- orders of admins, lost segments ------------------------------------------------------------------------------
+    Mutant(
+        "a capture publishes into an arena that is reset",
+        "stratad.core.lives",
+        '            op.lost = ("worker_died", f"the arena of worker {worker.name} is reset")',
+        "            pass",
+        seeds=2000,
+    ),
+    Mutant(
+        "images of a lost segment stay",
+        "stratad.core.losses",
+        "    if images:",
+        "    if False:",
+        seeds=2000,
+    ),
 )

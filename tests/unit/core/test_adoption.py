@@ -424,3 +424,11 @@ def test_a_shuttle_that_a_former_worker_made_last_is_removed_though_numbers_befo
     removed = [effect.segment for effect in successor.effects if isinstance(effect, UnlinkSegment)]
     assert {"/stratad.unit.cpu_0.0", "/stratad.unit.cpu_0.1", "/stratad.unit.cpu_0.2"} <= set(removed)
     assert not any(segment.startswith("/stratad.unit.cpu_1") for segment in removed)
+
+
+def test_a_stop_leaves_no_former_process_behind(core: Harness, make_core: MakeCore) -> None:
+    published(core, core.register())
+    successor = make_core(legacy=core.legacy())
+    successor.perform(successor.core.stop(successor.at))
+    assert [e.worker for e in successor.effects if isinstance(e, KillFormer)] == ["cpu:0", "cpu:1"]
+    assert successor.core.stopped
