@@ -3,7 +3,7 @@
 It lies beside the shuttles because it must outlive processes, not the host. A record is on the file once `append` has
 returned, and whole: one `write` of pages that were allocated before::
 
-    header:  magic 8 | version u32 | boot id 16 | pid namespace u64 | salt u32 | crc32 of all before
+    header:  magic 8 | version u32 | boot id 16 | instance 32 | pid namespace u64 | salt u32 | crc32 of all before
     record:  mark u32 | length u32 | crc32 of the payload | crc32 of the three | payload (msgpack)
     ...      zeros: allocated, not written
 
@@ -33,7 +33,7 @@ from stratad.core.records import Record, subjects
 MAGIC: Final = b"stratadJ"
 VERSION: Final = 1
 MARK: Final = 0x4C4A7274
-_HEADER: Final = struct.Struct("<8sI16sQI")
+_HEADER: Final = struct.Struct("<8sI16s32sQI")
 _CHECK: Final = struct.Struct("<I")
 _FRAME: Final = struct.Struct("<III")
 HEADER_BYTES: Final = _HEADER.size + _CHECK.size
@@ -93,18 +93,21 @@ def read_journal(instance: str) -> Contents:
             packed = file.read()
     finally:
         os.close(descriptor)
-    return parse(packed)
+    return parse(packed, instance)
 
 
-def parse(packed: bytes) -> Contents:
-    """The records of a journal's bytes, whatever they are."""
+def parse(packed: bytes, instance: str = "") -> Contents:
+    """The records of a journal's bytes, whatever they are. `instance` is whose they must be, if that matters."""
     if len(packed) < HEADER_BYTES:
         return Contents((), "it is cut short")
-    magic, version, boot, namespace, salt = _HEADER.unpack_from(packed)
+    magic, version, boot, written_for, namespace, salt = _HEADER.unpack_from(packed)
     if magic != MAGIC or _CHECK.unpack_from(packed, _HEADER.size) != (zlib.crc32(packed[: _HEADER.size]),):
         return Contents((), "its header is damaged")
     if version != VERSION:
         return Contents((), f"it has version {version}, this build reads {VERSION}")
+    owner = written_for.rstrip(b"\0").decode("ascii", "replace")
+    if instance not in ("", owner):  # its pids and segments are another daemon's, which may live
+        return Contents((), f"it is of instance {owner!r}")
     if boot != boot_id():
         return Contents((), "it was written before the host was restarted")
     records: list[Record] = []
@@ -154,7 +157,7 @@ class _File:
             salt = int.from_bytes(os.urandom(4), "little")
             file = cls(path, descriptor, salt)
             file.allocate(STEP_BYTES - HEADER_BYTES)
-            head = _HEADER.pack(MAGIC, VERSION, boot_id(), _pid_namespace(), salt)
+            head = _HEADER.pack(MAGIC, VERSION, boot_id(), _instance_of(path), _pid_namespace(), salt)
             os.pwrite(descriptor, head + _CHECK.pack(zlib.crc32(head)), 0)
         except BaseException:
             os.close(descriptor)
@@ -208,6 +211,10 @@ class _File:
         os.rename(self.path, path)  # noqa: PTH104 - replaces what is there
         self.path = path
 
+    def cut_short(self) -> bool:
+        """Whether somebody took bytes away that were allocated."""
+        return os.fstat(self.descriptor).st_size < self.allocated
+
     def has_its_name(self) -> bool:
         """Whether the next daemon will find it: a cleaner, or a person, may have removed it."""
         try:
@@ -235,6 +242,7 @@ class Journal:
         self._compact_above = 0
         self._now_s = self._again_s = 0.0
         self._nameless = False  # its file was removed, and there was no room for another
+        self._damaged = False
 
     def open(self) -> None:
         """Make a fresh file that begins with the first records, and replace the one that is there in one step. Without
@@ -285,6 +293,9 @@ class Journal:
         self.open()
         file = self._file
         assert file is not None
+        self._damaged = self._damaged or file.cut_short()
+        if self._damaged:
+            raise JournalError(errno.EIO, f"{self._path}: somebody cut it short, and it has not been written anew yet")
         if self._nameless:  # what is written there is not found by the next daemon
             raise JournalError(errno.ENOENT, f"{self._path}: somebody removed it, and it cannot be written anew yet")
         records = tuple(records)
@@ -312,8 +323,9 @@ class Journal:
         if self._next is not None:
             self._copy_some(file)
             return
+        self._damaged = self._damaged or file.cut_short()
         self._nameless = not file.has_its_name()
-        if now_s < self._again_s:
+        if self._damaged or now_s < self._again_s:
             return
         try:
             file.allocate(2 * RESERVE_BYTES)
@@ -323,6 +335,25 @@ class Journal:
         wasteful = dead > self._live_bytes + SLACK_BYTES and file.end > self._compact_above
         if wasteful or self._nameless:
             self._begin_compaction(file)
+
+    @property
+    def damaged(self) -> bool:
+        """Whether live records may be lost: then everything has to be written anew, and nothing is appended before."""
+        return self._damaged
+
+    def write_anew(self, records: Sequence[Record]) -> None:
+        """Replace a damaged file by one that begins with `records`: all that is true now.
+
+        Raises:
+            JournalError: that cannot be written now; it is damaged still.
+        """
+        fresh = Journal(self._path.name.split(".")[1], records)
+        self._abandon()
+        fresh.open()
+        if self._file is not None:
+            self._file.close()
+        self._file, self._live, self._live_bytes = fresh._file, fresh._live, fresh._live_bytes
+        self._damaged = False
 
     def close(self) -> None:
         """Close the file; it stays."""
@@ -409,6 +440,10 @@ class Journal:
                 self._next.path.unlink(missing_ok=True)
             self._next = None
             self._todo = []
+
+
+def _instance_of(path: Path) -> bytes:
+    return path.name.split(".")[1].encode("ascii")
 
 
 def _pid_namespace() -> int:

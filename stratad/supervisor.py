@@ -43,7 +43,7 @@ from stratad.core.memory_tracks import Reading, Role, Target
 from stratad.core.views import status_line
 from stratad.fault_points import FaultPoints
 from stratad.foreign import ForeignProcesses
-from stratad.journal import Journal, JournalError
+from stratad.journal import AGAIN_S, Journal, JournalError
 from stratad.links import Endpoints, RefusalLog
 from stratad.lock import InstanceLock, InstanceLocked
 from stratad.notify import Notifier
@@ -90,6 +90,7 @@ class Supervisor:
         self._notifier = notifier
         self._access = access
         self._journal = journal
+        self._mend_again_s = 0.0
         self._lock = lock
         self._lock_lost = False
         self._lock_due_s = 0.0
@@ -148,11 +149,25 @@ class Supervisor:
         self._clients.flush(now.now_s)
         self._workers.flush()
         self._journal.tend(now.now_s)
+        if self._journal.damaged:
+            self._mend_journal(now.now_s)
         self._renew_lock(now.now_s)
         if self._stop_deadline_s is not None and self._stop_deadline_s <= now.now_s:
             self._stop_deadline_s = None
             self._turn.event(functools.partial(self._core.kill_all, "the time for a graceful stop is over"))
         self._notifier.beat(now.now_s, lambda: status_line(self._core.state))
+
+    def _mend_journal(self, now_s: float) -> None:
+        """Somebody cut the journal short: what it said is known here."""
+        if now_s < self._mend_again_s:
+            return
+        self._mend_again_s = now_s + AGAIN_S
+        try:
+            self._journal.write_anew(self._core.all_records())
+        except JournalError as exc:
+            log.error("the journal was cut short and cannot be written anew", extra=fields(why=str(exc)))
+        else:
+            log.error("the journal was cut short by somebody; it is written anew")
 
     def _wait_ms(self) -> int:
         if self._journal.compacting:

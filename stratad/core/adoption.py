@@ -19,7 +19,7 @@ from stratad.core import journaling
 from stratad.core.arena import HEADER_GRANULES
 from stratad.core.effects import KillFormer, UnlinkSegment, WatchFormer
 from stratad.core.images import Chunk, ChunkKey, Image
-from stratad.core.records import ImageRecord, Record, RecordError, Replayed, image_of, stage_chunks
+from stratad.core.records import ImageRecord, Record, RecordError, Replayed, WorkerRecord, image_of, stage_chunks
 from stratad.core.state import State, Worker, WorkerState
 
 # Numbers that a former daemon may have passed over or lost, and that its workers' latest shuttles come after. One that
@@ -209,6 +209,16 @@ def former_gone(state: State, worker: Worker) -> None:
         worker.detail = ""
         worker.next_start_s = state.now_s
         state.wake_by(state.now_s)
+
+
+def all_records(state: State) -> tuple[Record, ...]:
+    """Everything that a journal has to say now: to write it anew."""
+    images = [journaling.record_of(state, image) for image in state.catalog.images.values()]
+    processes = {
+        name: worker.former if worker.former is not None else (worker.pid, worker.start_ticks)
+        for name, worker in state.workers.items()
+    }
+    return (*images, *(WorkerRecord(name, *process) for name, process in processes.items() if process[0]))
 
 
 def snapshot(state: State, legacy: Legacy | None) -> tuple[Record, ...]:

@@ -49,6 +49,7 @@ from stratad.core.catalog import Catalog
 from stratad.core.effects import DropClient, Effect, KillWorker, SendTo
 from stratad.core.failures import Refusal
 from stratad.core.memory_tracks import Reading, Role, Target
+from stratad.core.records import Record
 from stratad.core.state import ALIVE, GONE, RETRIED, ClientRecord, Instant, Settings, State, Worker, WorkerState
 
 # How long a lifeline may stay without its hello.
@@ -103,6 +104,10 @@ class Core:
             registration.remove_idle(state)
         queue.pump(state)
         return self._end()
+
+    def all_records(self) -> tuple[Record, ...]:
+        """What a journal must hold that is written anew."""
+        return adoption.all_records(self.state)
 
     @property
     def segments(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from stratad.core.effects import Append
 from stratad.core.failures import Refusal
 from stratad.core.images import Image
-from stratad.core.records import DropRecord, Record, WorkerRecord, image_record
+from stratad.core.records import DropRecord, ImageRecord, Record, WorkerRecord, image_record
 
 if TYPE_CHECKING:
     from stratad.core.state import State, Worker
@@ -103,19 +103,21 @@ def publish(state: "State", image: Image, then: Then, otherwise: Otherwise) -> N
     append(state, [record], written, not_written)
 
 
+def record_of(state: "State", image: Image, *, pinned: bool | None = None) -> ImageRecord:
+    """The record of a published image; `pinned` in place of what it is now."""
+    return image_record(
+        image,
+        state.owners.get(image.scope.namespace, state.settings.uid),
+        state.fingerprint_fields.get(image.scope.fingerprint, {}),
+        pinned=pinned,
+    )
+
+
 def record_again(state: "State", images: Iterable[Image], then: Then, otherwise: Otherwise, *, pinned: bool) -> None:
     """Record that images are pinned, or not any more."""
     append(
         state,
-        [
-            image_record(
-                image,
-                state.owners.get(image.scope.namespace, state.settings.uid),
-                state.fingerprint_fields.get(image.scope.fingerprint, {}),
-                pinned=pinned,
-            )
-            for image in images
-        ],
+        [record_of(state, image, pinned=pinned) for image in images],
         then,
         otherwise,
     )

@@ -213,6 +213,17 @@ def test_a_journal_of_garbage_costs_the_images_and_nothing_else() -> None:
         assert list(conversations(client)) == ["b"]
 
 
+def test_a_journal_that_is_cut_short_under_the_daemon_is_written_anew() -> None:
+    with DaemonProcess("cpu:2", KEEP) as daemon, daemon.client() as client, FakeEngine(client, LAYOUTS) as engine:
+        engine.capture("a", range(TOKENS), range(TOKENS))
+        os.truncate(MOUNT / f"stratad.{daemon.instance}.journal", 60)
+        wait_until(lambda: client.stats() and "it is written anew" in daemon.log)
+        engine.capture("b", [2] * TOKENS, range(TOKENS))
+        daemon.kill()
+        daemon.start()
+        assert set(conversations(client)) == {"a", "b"}
+
+
 def test_a_stop_leaves_nothing_where_nothing_is_held_or_nothing_is_to_be_kept() -> None:
     with DaemonProcess("cpu:2", KEEP) as daemon:
         with daemon.client() as client, FakeEngine(client, LAYOUTS) as engine:

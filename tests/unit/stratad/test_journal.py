@@ -215,6 +215,29 @@ def test_one_that_was_removed_is_written_anew(instance: str, instead: str) -> No
     journal.close()
 
 
+def test_one_that_was_cut_short_takes_nothing_before_it_is_written_anew(instance: str) -> None:
+    journal = opened(instance, *RECORDS)
+    os.truncate(journal_path(instance), HEADER_BYTES + 20)
+    with pytest.raises(JournalError, match="cut it short"):
+        journal.append([image(4)])
+    assert journal.damaged
+    journal.write_anew([image(3), WorkerRecord("cpu:0", 1, 2)])
+    assert not journal.damaged
+    journal.append([image(4)])
+    journal.tend(1.0)
+    assert set(replay(contents(instance)).images) == {3, 4}
+    assert replay(contents(instance)).workers == {"cpu:0": WorkerRecord("cpu:0", 1, 2)}
+    journal.close()
+
+
+def test_that_of_another_instance_says_nothing_of_this_one(instance: str) -> None:
+    opened(instance, *RECORDS).close()
+    packed = journal_path(instance).read_bytes()
+    assert parse(packed, instance).records == RECORDS
+    found = parse(packed, "other")
+    assert (found.records, found.unusable) == ((), f"it is of instance {instance!r}")
+
+
 class Full:
     """/dev/shm has no room any more."""
 
