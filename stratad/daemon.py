@@ -300,6 +300,7 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
             ("ram.arena_bytes_per_worker", str(arena_bytes)),
             ("cpu_device.link_bytes_per_s", str(config.cpu_device.link_bytes_per_s)),
             *((("testing.allow_faults", "true"),) if config.testing.allow_faults else ()),
+            *((("testing.die_at", config.testing.die_at),) if config.testing.die_at else ()),
         ),
     )
 

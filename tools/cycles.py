@@ -1,7 +1,7 @@
 """Start, submit, stop at a random instant, many times over, as `tests.support.cycles` describes.
 
-From a checkout: ``python tools/cycles.py [--cycles 1000] [--seed 1]``. Prints one JSON object last; exit status 1 and
-the story where anything was not as it should be.
+From a checkout: ``python tools/cycles.py [--cycles 1000] [--seed 1] [--json]``. The exit status is 1, and the
+story is told, where anything was not as it should be.
 """
 
 import argparse
@@ -18,9 +18,12 @@ from tests.support.cycles import Cycles
 def main() -> int:
     """Run them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cycles", type=int, default=1000, help="how often a daemon is ended (default: 1000)")
+    parser.add_argument("--seed", type=int, default=1, help="of the instants and of what is submitted (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, last")
     options = parser.parse_args()
+    if options.cycles < 1:
+        parser.error(f"--cycles must be at least 1, got {options.cycles}")
     started_s = time.monotonic()
     done = 0
     wrong = ""
@@ -42,7 +45,13 @@ def main() -> int:
         "verdict": "failed" if wrong else "passed",
         "wrong": wrong,
     }
-    print(json.dumps(shown))
+    if options.json:
+        print(json.dumps(shown))
+    else:
+        took = f"{shown['seconds']} s, the slowest end of a daemon {shown['slowest_end_s']} s"
+        print(f"{shown['verdict']}: {done} cycles, {shown['operations']} operations in {took}")
+        if wrong:
+            print(wrong)
     return 1 if wrong else 0
 
 

@@ -12,17 +12,21 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support.simulation import mutants, runner
 
+MOST_NAMES, MOST_VIOLATIONS, MOST_CHARS = 8, 3, 200
+
 
 def main() -> int:
     """Read the command line, do what it says; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=0, help="how many seeds")
+    parser.add_argument("--seeds", type=int, help="how many seeds")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="this one alone")
     parser.add_argument("--story", action="store_true", help="with --seed: print its whole history")
@@ -32,6 +36,10 @@ def main() -> int:
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--mutant", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.seeds is not None and options.seeds < 1:
+        parser.error(f"--seeds must be at least 1, got {options.seeds}")
+    if options.jobs < 0:
+        parser.error(f"--jobs must not be negative, got {options.jobs}")
     if options.part is not None:
         gc.disable()  # see `run_seeds`
         print(json.dumps(runner.run_seeds(*options.part)._asdict()))
@@ -64,9 +72,37 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(result, indent=1))
     else:
-        for name, value in result.items():
-            print(f"{name}: {value}")
+        print("\n".join(lines_of(result, caught)))
     return int(not passed)
+
+
+def lines_of(result: dict[str, Any], caught: Sequence[runner.Caught]) -> list[str]:
+    """A result for people; `--json` has all of it."""
+    lines: list[str] = []
+    if "seeds" in result:
+        seeds, jobs = result["seeds"], result["jobs"]
+        rate = (
+            f"{result['seeds_per_s_per_process']} seeds/s in each of {jobs} {'process' if jobs == 1 else 'processes'}"
+        )
+        lines += [
+            f"seeds {seeds}, events {result['events']}, violations {result['violations']}",
+            f"{result['seconds']} s, {rate}",
+            f"median history: {result['median_events']:g} events, {result['median_conversations']:g} conversations, "
+            f"{result['median_stages']:g} stages",
+            f"not reached: {_listed(result['missing'])}"
+            if seeds >= runner.ENOUGH_SEEDS
+            else f"not reached: said of {runner.ENOUGH_SEEDS} seeds or more",
+        ]
+        lines += [f"  {text.splitlines()[0][:MOST_CHARS]}" for text in result["found"][:MOST_VIOLATIONS] if text]
+    if caught:
+        through = [one.name for one in caught if not one.found]
+        lines.append(f"mutants {len(caught)}, not caught: {_listed(through)}")
+    return [*lines, "passed" if result["passed"] else "FAILED"]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    return ", ".join([*names[:MOST_NAMES], *more]) or "nothing"
 
 
 if __name__ == "__main__":

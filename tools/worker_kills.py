@@ -1,13 +1,13 @@
 """Kills workers in the middle of captures and restores, and looks whether anything is written after they are gone.
 
-From a checkout: ``python tools/worker_kills.py [--device cpu|cuda] [--kills 20] [--mib 256] [--engines 5] --json``.
+From a checkout: ``python tools/worker_kills.py [--device cpu|cuda] [--kills 20] [--mib 256] [--engines 5] [--json]``.
 
 Each round: a capture and a restore of `--mib` MiB each run side by side on a daemon of its own; the worker is killed at
 a random instant of them. As soon as its pidfd is readable, the rows and the shuttles are digested, and again a quarter
 of a second later, while the operations have failed and nothing else was asked for: every byte must be the same. Then
 the engine goes on: it computes on its device, and an image that was published before comes back byte for byte. Every
 `kills / engines` rounds another engine's process is killed in the middle of its captures, and the first one's next
-capture is timed: a worker waits for nobody who is gone. One JSON object comes last; exit status 1: something was wrong.
+capture is timed: a worker waits for nobody who is gone. The exit status is 1 if something was wrong.
 """
 
 import argparse
@@ -42,6 +42,14 @@ ROW_BYTES, PLANES = 4096, 8
 QUIET_S = 0.25
 WAIT_S = 30.0
 GO_ON_S = 1.0
+SMALL_ROWS = 256
+# What each number is by default and at least, and what it says. An image must hold the rows of a small capture.
+NUMBERS = {
+    "kills": (20, 1, "how many workers are killed"),
+    "mib": (256, SMALL_ROWS * ROW_BYTES * PLANES // MIB, "MiB of each capture and restore"),
+    "engines": (5, 0, "about how many other engines are killed"),
+    "seed": (1, 0, "of the instants of the kills"),
+}
 
 
 class Memory(Protocol):
@@ -221,9 +229,9 @@ class Rig:
             time.sleep(self.random.uniform(0.0, 1.0) * self.copy_s)
             process.kill()
         start_s = time.perf_counter()
-        small = range(self.rows[0].start, self.rows[0].start + 256)
+        small = range(self.rows[0].start, self.rows[0].start + SMALL_ROWS)
         self.memory.fill(small, number)
-        tokens = np.full(256, 77, np.uint32)
+        tokens = np.full(SMALL_ROWS, 77, np.uint32)
         self.engine.capture("small", tokens, rows=small, slot=0, deadline_s=WAIT_S).result()
         self.seconds["next capture"].append(time.perf_counter() - start_s)
 
@@ -269,13 +277,16 @@ def summary(seconds: dict[str, list[float]]) -> Iterator[tuple[str, dict[str, fl
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    for name, default in (("kills", 20), ("mib", 256), ("engines", 5), ("seed", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: cpu")
+    for name, (default, _, text) in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
     parser.add_argument("--as-engine", default="", help=argparse.SUPPRESS)
     parser.add_argument("--instance", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    for name, (_, least, _) in NUMBERS.items():
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(options, name)}")
     if options.as_engine:
         return be_engine(options)
     settings = {
@@ -305,10 +316,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "killed_during": rig.killed_during, "changed_after_proof": rig.changed, "wrong": rig.wrong,
         "slower_than_1_s": slow, "seconds": dict(summary(rig.seconds)), "passed": good,
     }  # fmt: skip
-    if not options.json:
+    if options.json:
+        print(json.dumps(shown))
+    else:
         for key, value in shown.items():
             print(f"{key:20} {value}")
-    print(json.dumps(shown))
+        print("killed_during may be less than kills: a kill may hit an operation that had ended already")
     return 0 if good else 1
 
 

@@ -81,7 +81,12 @@ def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report
         "worker_s_max": worst_high(back),
         "daemon_s": worst_high(column(rows, "serves_s", arm="daemon")),
     }
-    return Report(NAME, rows, ratios, settings, welcome)
+    notes = {
+        "worker_s_p50": "median of the workers' first_shuttle_s",
+        "worker_s_max": "longest of the workers' first_shuttle_s",
+        "daemon_s": "longest of the daemon's serves_s",
+    }
+    return Report(NAME, rows, ratios, settings, welcome, "arm", {"shuttle_bytes": "arena"}, notes)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -7,8 +7,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -24,13 +24,20 @@ _NVIDIA_SMI_TIMEOUT_S: Final = 15.0
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a benchmark found. `rows` holds every round; `ratios` are those of the worst row."""
+    """Everything a benchmark found. `rows` holds every round; `ratios` are those of the worst row.
+
+    For people alone: rows of different `split_by` are shown in tables of their own, `headings` name columns otherwise
+    than the keys do, and `ratio_notes` say where a ratio comes from.
+    """
 
     bench: str
     rows: Sequence[Row]
     ratios: JsonObject
     settings: JsonObject
     daemon: Welcome
+    split_by: str = ""
+    headings: Mapping[str, str] = field(default_factory=dict)
+    ratio_notes: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> JsonObject:
         """The object of ``--json``; commands of other tools rely on its keys."""

@@ -13,6 +13,7 @@
 import math
 
 from ipc.messages import BootFailed, Failed, ResetWorker, RestartWorker, StopWorker, WorkerOrdered
+from shm.extent import GRANULE_BYTES
 from stratad.core import arenas, blame, jobs, journaling, registration
 from stratad.core.effects import SendTo, SpawnWorker
 from stratad.core.failures import Refusal
@@ -203,10 +204,11 @@ def order(state: State, client: int, request: RestartWorker | ResetWorker) -> No
         raise Refusal("worker_unavailable", text)
     images = _images_of(state, worker) if isinstance(request, ResetWorker) else []
     if isinstance(request, ResetWorker) and not request.force and (images or worker.arena.used_granules):
+        used_mib = worker.arena.used_granules * GRANULE_BYTES / (1 << 20)
         raise Refusal(
             "arena_in_use",
-            f"{len(images)} images and {worker.arena.used_granules} granules in all lie in the arena of {worker.name}: "
-            "a reset drops them",
+            f"{len(images)} {'image' if len(images) == 1 else 'images'} ({used_mib:.1f} MiB in all) in the arena of "
+            f"{worker.name}: a reset drops what lies there",
         )
     if isinstance(request, RestartWorker) or not images:
         _carry_out(state, worker, client, request, 0)

@@ -3,14 +3,14 @@
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from stratad.bench.progress import Progress
 from stratad.bench.report import Report, Row
 from stratad.ctl.connection import Target
 from stratad.ctl.exit_codes import ExitCode
-from stratad.ctl.output import Answer, CommandError, Json, table
+from stratad.ctl.output import Answer, CommandError, Json, human_bytes, table
 
 MIN_ROUNDS: Final = 3
 
@@ -41,7 +41,7 @@ def run_bench(args: argparse.Namespace, target: Target) -> Answer:
     # Whoever ends us by SIGTERM wants the daemons gone too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = bench(args, target, _silent if args.quiet else _to_stderr)
-    return Answer(lines=[*rows_table(report.rows), "", *_ratio_lines(report)], data=report.as_json())
+    return Answer(lines=report_lines(report), data=report.as_json())
 
 
 def _silent(_text: str) -> None:
@@ -52,19 +52,42 @@ def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def rows_table(rows: Sequence[Row]) -> list[str]:
-    """Rows as a table; columns in the order in which they first appear."""
+def report_lines(report: Report) -> list[str]:
+    """The report for people: its tables, then its ratios."""
+    lines: list[str] = []
+    if not report.split_by:
+        lines += [*rows_table(report.rows, report.headings), ""]
+    for value in dict.fromkeys(row[report.split_by] for row in report.rows if report.split_by):
+        rows = [row for row in report.rows if row[report.split_by] == value]
+        shown = [{key: cell for key, cell in row.items() if key != report.split_by} for row in rows]
+        lines += [f"{value}:", *rows_table(shown, report.headings), ""]
+    return lines + _ratio_lines(report)
+
+
+def rows_table(rows: Sequence[Row], headings: Mapping[str, str] | None = None) -> list[str]:
+    """Rows as a table; columns in the order in which they first appear. One in bytes that has a heading of its own is
+    shown as sizes.
+    """
+    named = headings or {}
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    return table(keys, ([_cell(row.get(key)) for key in keys] for row in rows))
+    head = [named.get(key, key) for key in keys]
+    return table(head, ([_cell(row.get(key), as_size=_is_size(key, named)) for key in keys] for row in rows))
 
 
-def _cell(value: Json) -> str:
+def _is_size(key: str, named: Mapping[str, str]) -> bool:
+    return key in named and key.endswith("_bytes")
+
+
+def _cell(value: Json, *, as_size: bool = False) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.4g}"
+    if as_size and isinstance(value, int):
+        return human_bytes(value)
     return str(value)
 
 
 def _ratio_lines(report: Report) -> list[str]:
-    return [f"{name}: {_cell(value)}" for name, value in report.ratios.items()]
+    notes = {name: f" ({note})" for name, note in report.ratio_notes.items()}
+    return [f"{name}: {_cell(value)}{notes.get(name, '')}" for name, value in report.ratios.items()]

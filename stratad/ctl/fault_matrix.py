@@ -19,6 +19,7 @@ from stratad.fault_points import point_names
 from stratad.version import commit, package_hash
 
 STAGES_LIMIT: Final = 64
+NO_POINTS: Final = "none"
 # `slow` harms nobody: it is there to be armed by hand.
 KINDS: Final = (*(kind for kind in FAULT_KINDS if kind != "slow"), ENGINE_KILL, SUPERVISOR_KILL)
 _KNOWN_KINDS: Final = (*FAULT_KINDS, ENGINE_KILL, SUPERVISOR_KILL)
@@ -30,11 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stages", type=int, default=4, metavar="N", help="stages, on the devices in turn (default: 4)"
     )
-    parser.add_argument("--ops", default=",".join(FAULT_OPS), metavar="OP,...", help="default: all")
+    parser.add_argument("--ops", default=",".join(FAULT_OPS), metavar="OP,...", help=f"default: {','.join(FAULT_OPS)}")
     parser.add_argument("--kinds", default=",".join(KINDS), metavar="KIND,...", help=f"default: {','.join(KINDS)}")
-    parser.add_argument(
-        "--points", default="", metavar="POINT,...", help="only these points of the supervisor (default: all it passes)"
+    points_help = (
+        "only these points of the supervisor, see `stratactl fault points`; `none` leaves all cells of its deaths out "
+        "(default: all it passes)"
     )
+    parser.add_argument("--points", default="", metavar="POINT,...", help=points_help)
     parser.add_argument("--fail-fast", action="store_true", help="skip everything after the first cell that fails")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
@@ -45,31 +48,47 @@ def run_fault_matrix(args: argparse.Namespace) -> Answer:
     Raises:
         CommandError: an argument that cannot be, or devices that are not there.
     """
-    plan = Plan(
-        args.devices,
-        args.stages,
-        _chosen("--ops", args.ops, FAULT_OPS),
-        _chosen("--kinds", args.kinds, _KNOWN_KINDS),
-        _chosen("--points", args.points, point_names()) if args.points else (),
-    )
-    if not 1 <= plan.stages <= STAGES_LIMIT:
-        raise CommandError(ExitCode.USAGE, "bad_value", f"--stages must be 1 to {STAGES_LIMIT}, got {plan.stages}")
+    plan = plan_of(args)
     device_specs(plan.devices)
     # Whoever ends us by SIGTERM wants the daemons gone too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cells: list[Cell] = []
     skipped = 0
-    with Matrix(plan, _silent if args.quiet else _to_stderr) as matrix:
-        for planned in matrix.planned():
-            if args.fail_fast and cells and not cells[-1].passed:
-                skipped += 1
-                continue
-            cells.append(matrix.run(planned))
-    return report(plan, cells, skipped)
+    cut_short = False
+    try:
+        with Matrix(plan, _silent if args.quiet else _to_stderr) as matrix:
+            for planned in matrix.planned():
+                if args.fail_fast and cells and not cells[-1].passed:
+                    skipped += 1
+                    continue
+                cells.append(matrix.run(planned))
+    except KeyboardInterrupt:
+        cut_short = True  # what was found until now is worth having
+    return report(plan, cells, skipped, cut_short=cut_short)
 
 
-def report(plan: Plan, cells: Sequence[Cell], skipped: int) -> Answer:
-    """What the cells found; the exit status says whether all of them passed."""
+def plan_of(args: argparse.Namespace) -> Plan:
+    """What the arguments ask for.
+
+    Raises:
+        CommandError: an argument that cannot be, or nothing is left to be run.
+    """
+    if not 1 <= args.stages <= STAGES_LIMIT:
+        raise CommandError(ExitCode.USAGE, "bad_value", f"--stages must be 1 to {STAGES_LIMIT}, got {args.stages}")
+    kinds = _chosen("--kinds", args.kinds, _KNOWN_KINDS)
+    points: tuple[str, ...] = ()
+    if args.points == NO_POINTS:
+        kinds = tuple(kind for kind in kinds if kind != SUPERVISOR_KILL)
+        if not kinds:
+            what = f"--points {NO_POINTS}: nothing is left of --kinds {args.kinds}"
+            raise CommandError(ExitCode.USAGE, "bad_value", what, "name another kind, or points")
+    elif args.points:
+        points = _chosen("--points", args.points, point_names())
+    return Plan(args.devices, args.stages, _chosen("--ops", args.ops, FAULT_OPS), kinds, points)
+
+
+def report(plan: Plan, cells: Sequence[Cell], skipped: int, *, cut_short: bool = False) -> Answer:
+    """What the cells found; the exit status says whether all of them passed, or that they were `cut_short`."""
     failed = [cell for cell in cells if not cell.passed]
     data: JsonObject = {
         "devices": plan.devices,
@@ -80,10 +99,14 @@ def report(plan: Plan, cells: Sequence[Cell], skipped: int) -> Answer:
         "passed": len(cells) - len(failed),
         "failed": len(failed),
         "skipped": skipped,
+        "cut_short": cut_short,
     }
     lines = [*_table(cells), "", f"passed {len(cells) - len(failed)}, failed {len(failed)}, skipped {skipped}"]
     for cell in failed:
         lines += ["", f"{cell.op}, stage {cell.stage}, {cell.fault}:", *(f"  {text}" for text in cell.problems)]
+    if cut_short:
+        lines += ["", "cut short by a signal: the other cells were not run"]
+        return Answer(ExitCode.INTERRUPTED, lines, data)
     return Answer(ExitCode.FAILED if failed else ExitCode.OK, lines, data)
 
 

@@ -167,7 +167,13 @@ def drop(client: DaemonClient, namespace: str, conversation: str, *, force: bool
 
 def clear(client: DaemonClient, namespace: str) -> Answer:
     """Drop every image of a namespace that is not pinned. Raises what the client raises."""
-    return _counted("dropped", client.clear(namespace))
+    count = client.clear(namespace)
+    if not count:
+        return Answer(
+            lines=[f"nothing to drop: no image in namespace {printable(namespace)} but for pinned ones"],
+            data={"count": 0},
+        )
+    return _counted("dropped", count)
 
 
 def pin(client: DaemonClient, namespace: str, conversation: str, *, pinned: bool, image_id: int = 0) -> Answer:
@@ -183,6 +189,14 @@ def lift(client: DaemonClient, namespace: str, conversation: str, *, image_id: i
     raises.
     """
     count = client.lift(namespace, conversation, image_id=image_id)
+    if not count:
+        where = f"image {image_id} of " if image_id else ""
+        where += (
+            f"{printable(namespace)} / {printable(conversation)}"
+            if conversation
+            else f"namespace {printable(namespace)}"
+        )
+        return Answer(lines=[f"nothing is quarantined in {where}"], data={"count": 0})
     return Answer(lines=[f"lifted {count} {'quarantine' if count == 1 else 'quarantines'}"], data={"count": count})
 
 

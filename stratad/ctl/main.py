@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Protocol, TextIO
 
 from stratad import __version__
-from stratad.ctl import exit_codes
+from stratad.ctl import exit_codes, values
 from stratad.ctl.connection import Connect, DaemonClient, Target, connect_client, connected
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.lazy import ArgumentsRefused, LazyParser
@@ -20,10 +20,8 @@ from stratad.errors import StratadError
 from stratad.paths import SYSTEM_RUN_DIR
 
 DEFAULT_TIMEOUT_S: Final = 5.0
-MAX_TIMEOUT_S: Final = 86400.0
-MAX_SAMPLES: Final = 20_000
-MAX_IMAGE_ID: Final = 2**63 - 1  # what a message can carry
 DEFAULT_INSTANCE: Final = "default"
+_NAMESPACE_HELP: Final = "as the engine registered it, and `stratactl list` shows it"
 Run = Callable[[argparse.Namespace], Answer]
 Act = Callable[[DaemonClient, argparse.Namespace], Answer]
 
@@ -164,7 +162,13 @@ def build_parser(connect: Connect) -> argparse.ArgumentParser:
     _lazily(add("bench", "measure the daemon on this host", _bench), _bench_arguments)
     _lazily(add("fault", "order faults in a daemon that was started to allow it", _fault(connect)), _fault_arguments)
     _lazily(
-        add("fault-matrix", "every operation, stage and fault in real processes", _fault_matrix),
+        add(
+            "fault-matrix",
+            "every operation, stage and fault in real processes",
+            _fault_matrix,
+            "In full it takes about 5 minutes on cpu devices,\n"
+            "with `--ops capture,restore --kinds error,kill` some seconds. Ended early it shows what it has found.",
+        ),
         _fault_matrix_arguments,
     )
     return parser
@@ -188,45 +192,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, default=hide, metavar="DIR", help=run_dir_help)
     parser.add_argument("--instance", default=hide, metavar="NAME", help=f"which daemon (default: {DEFAULT_INSTANCE})")
     timeout_help = f"how long the daemon may take to answer (default: {DEFAULT_TIMEOUT_S:g})"
-    parser.add_argument("--timeout", type=_timeout, default=hide, metavar="SECONDS", help=timeout_help)
+    parser.add_argument("--timeout", type=values.timeout, default=hide, metavar="SECONDS", help=timeout_help)
     parser.add_argument("--json", action="store_true", default=hide, help="print one JSON object, last")
-
-
-def _timeout(text: str) -> float:
-    """Seconds on the command line.
-
-    Raises:
-        ArgumentTypeError: no number, or out of bounds.
-    """
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise argparse.ArgumentTypeError(f"expected seconds, more than 0 and at most {MAX_TIMEOUT_S:g}, got {text!r}")
-    return seconds
-
-
-def _samples(text: str) -> int:
-    """A number of samples on the command line.
-
-    Raises:
-        ArgumentTypeError: no number, or out of bounds.
-    """
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_SAMPLES:
-        raise argparse.ArgumentTypeError(f"expected 1 to {MAX_SAMPLES} samples, got {text!r}")
-    return int(text)
-
-
-def _image_id(text: str) -> int:
-    """The number of an image on the command line.
-
-    Raises:
-        ArgumentTypeError: no number that an image can have.
-    """
-    if not (text.isdecimal() and text.isascii()) or not 1 <= int(text) <= MAX_IMAGE_ID:
-        raise argparse.ArgumentTypeError(f"expected the number of an image, 1 to {MAX_IMAGE_ID}, got {text!r}")
-    return int(text)
 
 
 def target_of(args: argparse.Namespace) -> Target:
@@ -256,7 +223,7 @@ def _add_daemon_commands(add: Add, connect: Connect) -> None:
         "Exits with 4 while a process holds more than is explained.",
     )
     command.add_argument(
-        "--history", type=_samples, nargs="?", const=24, default=0, metavar="N", help="also up to N samples (24)"
+        "--history", type=values.samples, nargs="?", const=24, default=0, metavar="N", help="also up to N samples (24)"
     )
     command.add_argument(
         "--pss", action="store_true", help="also shares of shared pages, read by stratactl: 7.5 ms a GiB that is mapped"
@@ -295,7 +262,7 @@ def _add_daemon_commands(add: Add, connect: Connect) -> None:
     _name_image(command, all_of="all of the namespace, engines' slots too")
     _add_worker_commands(add, with_client)
     command = add("clear", "drop all images of a namespace", with_client(lambda c, a: images.clear(c, a.namespace)))
-    command.add_argument("namespace", metavar="NAMESPACE")
+    command.add_argument("namespace", metavar="NAMESPACE", help=_NAMESPACE_HELP)
 
 
 def _add_worker_commands(add: Add, with_client: Callable[[Act], Run]) -> None:
@@ -305,7 +272,14 @@ def _add_worker_commands(add: Add, with_client: Callable[[Act], Run]) -> None:
     names = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=LazyParser)
 
     def order(name: str, text: str, act: Act) -> argparse.ArgumentParser:
-        command = names.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        command = names.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=exit_codes.help_text(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         _add_common(command)
         command.add_argument("worker", metavar="NAME", help="as `stratactl status` calls it")
         command.set_defaults(run=with_client(act))
@@ -313,12 +287,12 @@ def _add_worker_commands(add: Add, with_client: Callable[[Act], Run]) -> None:
 
     order(
         "restart",
-        "kill its process if there is one, and start the next at once; images stay",
+        "kill a worker's process if there is one, and start the next at once; images stay",
         lambda c, a: workers.restart(c, a.worker),
     )
     reset = order(
         "reset",
-        "the same, and give its shuttles back: it begins empty",
+        "kill a worker's process if there is one, give its shuttles back, and start the next with an empty arena",
         lambda c, a: workers.reset(c, a.worker, force=a.force),
     )
     reset.add_argument("--force", action="store_true", help="drop the images that lie there")
@@ -329,13 +303,13 @@ def _no_command(_args: argparse.Namespace) -> Answer:
 
 
 def _name_image(parser: argparse.ArgumentParser, all_of: str = "") -> None:
-    parser.add_argument("namespace", metavar="NAMESPACE")
+    parser.add_argument("namespace", metavar="NAMESPACE", help=_NAMESPACE_HELP)
     if all_of:
         parser.add_argument("conversation", metavar="CONVERSATION", nargs="?", default="", help=f"default: {all_of}")
     else:
         parser.add_argument("conversation", metavar="CONVERSATION")
     image_help = "only this one of the conversation's images, of which each fingerprint has one (see `stratactl list`)"
-    parser.add_argument("--image", type=_image_id, default=0, metavar="ID", help=image_help)
+    parser.add_argument("--image", type=values.image_id, default=0, metavar="ID", help=image_help)
 
 
 def _lazily(parser: argparse.ArgumentParser, populate: Callable[[argparse.ArgumentParser], None]) -> None:

@@ -1,6 +1,6 @@
 """``stratactl status``: what the daemon does, and what every process of it has resident."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -107,8 +107,19 @@ def _head(stats: StatsReply) -> list[str]:
         f"free {human_bytes(stats.free_bytes)}, budget {human_bytes(stats.budget_bytes)}",
         f"journal {human_bytes(stats.journal_bytes)}"
         + (f", cannot be written: {stats.journal_error}" if stats.journal_error else ""),
+        *_testing(stats.settings),
         *warning_lines(stats.memory_warnings),
     ]
+
+
+def _testing(settings: Mapping[str, str]) -> list[str]:
+    """That this daemon is for tests."""
+    said = []
+    if settings.get("testing.allow_faults") == "true":
+        said.append("faults are allowed")
+    if point := settings.get("testing.die_at"):
+        said.append(f"the daemon kills itself at {point}")
+    return [f"testing: {', '.join(said)}"] if said else []
 
 
 def _workers(workers: Sequence[WorkerInfo]) -> list[str]:

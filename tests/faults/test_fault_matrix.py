@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +14,11 @@ from shm.extent import unpack_places
 from stratad.bench.matrix_cells import engine_kill_cell, fault_cell
 from stratad.bench.matrix_points import Rehearsal, point_cell, rehearse, takeover_cell
 from stratad.bench.matrix_rig import Rig
+from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.main import main
 from stratad.fault_points import point_names
-from tests.support.fault_matrix import fault_matrix
+from tests.support.fault_matrix import COMMAND, fault_matrix
+from tests.support.instances import private_segments
 
 DEVICES, STAGES, STAGE = "cpu:4", 4, 1
 
@@ -119,3 +123,19 @@ def test_a_damaged_byte_of_a_published_image_fails_a_cell(rig: Rig) -> None:
     cell = fault_cell(rig, "slot_direct", STAGE, "error")
     assert not cell.byte_exact
     assert any("prior-1" in problem and "damaged" in problem for problem in cell.problems)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["interrupt", "terminate"])
+def test_a_matrix_that_is_ended_shows_what_it_has(number: int) -> None:
+    words = ("--json", "--devices", "cpu:1", "--stages", "2", "--points", "none")
+    command = [argument for argument in COMMAND if argument != "--quiet"]
+    with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "passed" in process.stderr.readline()
+        process.send_signal(number)
+        stdout, _ = process.communicate()
+    report = json.loads(stdout.splitlines()[-1])
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert report["cut_short"] is True
+    assert report["passed"] == len(report["cells"]) >= 1
+    assert private_segments(process.pid) == []

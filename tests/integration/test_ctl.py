@@ -93,6 +93,13 @@ def test_status_shows_what_runs(daemon: DaemonProcess, engine: CpuEngine) -> Non
     assert f"instance {daemon.instance}: ok, pid {daemon.pid}" in text.stdout
 
 
+def test_status_of_a_daemon_for_tests_says_so() -> None:
+    settings = {"testing.allow_faults": "true", "testing.die_at": "KillWorker:after#900"}
+    with DaemonProcess("cpu:1", settings) as daemon:
+        said = "testing: faults are allowed, the daemon kills itself at KillWorker:after#900\n"
+        assert said in ctl(daemon, "status").stdout
+
+
 def test_images_are_listed_shown_pinned_and_dropped(daemon: DaemonProcess, engine: CpuEngine) -> None:
     for number, conversation in enumerate(("one", "two", "three")):
         engine.stamp(0, number)

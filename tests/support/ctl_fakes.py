@@ -222,6 +222,7 @@ class FakeClient:
     images: tuple[ImageInfo, ...] = (IMAGE,)
     detail: ImageDetail = DETAIL
     armed: tuple[FaultInfo, ...] = (FaultInfo(5, "take", 1, "kill", 2, "cpu:1"),)
+    quarantines: int = 1
     fails_with: StratadError | None = None
     interrupted: bool = False
     calls: list[tuple[object, ...]] = field(default_factory=list)
@@ -264,7 +265,7 @@ class FakeClient:
 
     def lift(self, namespace: str, conversation: str = "", *, image_id: int = 0) -> int:
         self._asked("lift", namespace, conversation, image_id)
-        return 1
+        return self.quarantines
 
     def restart_worker(self, worker: str) -> WorkerOrdered:
         self._asked("restart_worker", worker)

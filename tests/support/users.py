@@ -24,8 +24,6 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
 import stratad
 
 WAIT_S = 30.0
@@ -171,6 +169,8 @@ def _first_that_works(uid: int, folder: Path) -> Runtime:
     extra = {"PYTHONHOME": str(home), "LD_LIBRARY_PATH": str(home / "lib")}
     runtime = _runtime(str(home / "bin" / name), folder, extra)
     if not _works(uid, runtime):
+        import pytest  # noqa: PLC0415 - tools that start daemons do without it
+
         pytest.skip(f"uid {uid} can run none of {', '.join(tried)} with a copy of the packages, nor a copy of Python")
     return runtime
 

@@ -403,7 +403,12 @@ def test_a_reset_is_refused_while_images_lie_there_and_drops_them_by_force(core:
     core.finish_all()
     core.slot_copy(engine, "slot_to", first_row=2000)
     core.finish_all()
-    assert refused(core, ResetWorker(core.next_seq(), "cpu:0")) == "arena_in_use"
+    seq = core.next_seq()
+    assert refused(core, ResetWorker(seq, "cpu:0")) == "arena_in_use"
+    used_mib = worker_of(core).arena.used_granules / 16
+    assert core.failure(1, seq).message == (
+        f"2 images ({used_mib:.1f} MiB in all) in the arena of cpu:0: a reset drops what lies there"
+    )
     assert core.kills == []
     reply = reset(core, force=True)
     assert (reply.was, reply.images_dropped) == ("ready", 2)

@@ -15,7 +15,7 @@ from stratad.bench.report import (
     worst_high,
     worst_low,
 )
-from stratad.ctl.bench import rows_table
+from stratad.ctl.bench import report_lines, rows_table
 from stratad.version import package_hash
 from tests.support.ctl_fakes import WELCOME
 
@@ -69,3 +69,26 @@ def test_rows_of_different_keys_make_one_table() -> None:
     assert lines[0].split() == ["round", "a", "b"]
     assert lines[1].split() == ["0", "1.5", "-"]
     assert lines[2].split() == ["1", "-", "-"]
+
+
+def test_rows_of_two_kinds_are_two_tables_and_ratios_say_where_they_come_from() -> None:
+    rows: list[Row] = [
+        {"round": 0, "arm": "worker", "shuttle_bytes": 128 << 20, "other_bytes": 1024},
+        {"round": 0, "arm": "daemon", "serves_s": 0.5},
+    ]
+    ratios: Row = {"daemon_s": 0.5}
+    notes = {"daemon_s": "longest of serves_s"}
+    report = Report("recover", rows, ratios, {}, WELCOME, "arm", {"shuttle_bytes": "arena"}, notes)
+    assert report_lines(report) == [
+        "worker:",
+        "round      arena  other_bytes",
+        "    0  128.0 MiB         1024",
+        "",
+        "daemon:",
+        "round  serves_s",
+        "    0       0.5",
+        "",
+        "daemon_s: 0.5 (longest of serves_s)",
+    ]
+    plain = report_lines(Report("control", rows[1:], ratios, {}, WELCOME))
+    assert plain == ["round  arm     serves_s", "    0  daemon       0.5", "", "daemon_s: 0.5"]

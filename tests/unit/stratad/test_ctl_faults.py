@@ -1,13 +1,16 @@
 """stratactl fault and fault-matrix: arguments in, tables and JSON out, without a daemon."""
 
+import argparse
 import json
 
 import pytest
 
+from ipc.messages import FAULT_OPS
 from stratad.bench.matrix import Plan
 from stratad.bench.matrix_cell import Cell
+from stratad.bench.matrix_points import SUPERVISOR_KILL
 from stratad.ctl.exit_codes import ExitCode
-from stratad.ctl.fault_matrix import report
+from stratad.ctl.fault_matrix import add_arguments, plan_of, report
 from stratad.ctl.main import main
 from stratad.errors import error_for
 from stratad.fault_points import point_names
@@ -40,7 +43,11 @@ def test_list_shows_what_is_armed_and_what_was_passed(capsys: pytest.CaptureFixt
     assert run(FakeClient(), "fault", "list") is ExitCode.OK
     text = capsys.readouterr().out
     assert "kill" in text
-    assert "SendTo.CaptureJob:before" in text
+    assert "SendTo.CaptureJob:before" not in text
+    assert run(FakeClient(), "fault", "list", "--json") is ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["points"] == {"SendTo.CaptureJob:before": 3}
+    assert run(FakeClient(), "fault", "list", "--passed") is ExitCode.OK
+    assert "SendTo.CaptureJob:before" in capsys.readouterr().out
     assert run(FakeClient(armed=()), "fault", "list") is ExitCode.OK
     assert "no fault is armed" in capsys.readouterr().out
 
@@ -77,6 +84,8 @@ def test_a_daemon_that_allows_no_faults_says_how_to_start_one_that_does(capsys: 
         ("fault-matrix", "--ops", ","),
         ("fault-matrix", "--kinds", "kill,bang"),
         ("fault-matrix", "--points", "SendTo:before"),
+        ("fault-matrix", "--points", "none,Append.ImageRecord:before"),
+        ("fault-matrix", "--kinds", "supervisor_kill", "--points", "none"),
         ("fault-matrix", "--stages", "0"),
         ("fault-matrix", "--devices", "gpu:7"),
         ("fault-matrix", "--devices", "auto"),
@@ -119,3 +128,33 @@ def test_one_bad_cell_fails_the_matrix(bad: Cell) -> None:
     assert (answer.data["passed"], answer.data["failed"], answer.data["skipped"]) == (1, 1, 3)
     assert any("1/2" in line for line in answer.lines)
     assert all(any(problem in line for line in answer.lines) for problem in bad.problems)
+
+
+def planned(*words: str) -> Plan:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return plan_of(parser.parse_args(words))
+
+
+def test_no_points_leave_the_supervisors_deaths_out() -> None:
+    assert SUPERVISOR_KILL in planned().kinds
+    assert planned("--points", "none").kinds == tuple(kind for kind in planned().kinds if kind != SUPERVISOR_KILL)
+    one = planned("--points", "Append.ImageRecord:before")
+    assert (one.kinds, one.points) == (planned().kinds, ("Append.ImageRecord:before",))
+
+
+def test_a_matrix_that_is_cut_short_has_not_passed() -> None:
+    good = Cell("capture", 0, "kill", "worker_died", 0.1, byte_exact=True)
+    answer = report(PLAN, [good], 0, cut_short=True)
+    assert answer.exit_code is ExitCode.INTERRUPTED
+    assert (answer.data["passed"], answer.data["cut_short"]) == (1, True)
+    assert "cut short" in answer.lines[-1]
+    assert report(PLAN, [good], 0).data["cut_short"] is False
+
+
+def test_help_of_the_matrix_names_what_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(FakeClient(), "fault-matrix", "--help") is ExitCode.OK
+    words = capsys.readouterr().out
+    assert all(op in words for op in FAULT_OPS)
+    assert "5 minutes" in words
+    assert "none" in words

@@ -131,6 +131,26 @@ def test_lift_names_a_conversation_an_image_or_a_namespace(capsys: pytest.Captur
     assert lifts == [("lift", "tenant", "", 0), ("lift", "tenant", "chat", 7)]
 
 
+@pytest.mark.parametrize(
+    ("argv", "where"),
+    [
+        (["lift", "tenant"], "namespace tenant"),
+        (["lift", "tenant", "chat"], "tenant / chat"),
+        (["lift", "tenant", "chat", "--image", "7"], "image 7 of tenant / chat"),
+    ],
+)
+def test_lift_says_that_there_was_nothing(argv: list[str], where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv, FakeClient(quarantines=0).connect) == ExitCode.OK
+    assert capsys.readouterr().out == f"nothing is quarantined in {where}\n"
+
+
+def test_help_of_reset_and_lift_stands_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worker", "reset", "--help"]) == ExitCode.OK
+    assert "\nKill a worker's process if there is one, give its shuttles back" in capsys.readouterr().out
+    assert main(["lift", "--help"]) == ExitCode.OK
+    assert "as the engine registered it" in " ".join(capsys.readouterr().out.split())
+
+
 def test_pin_off_unpins() -> None:
     client = FakeClient()
     main(["pin", "tenant", "chat", "--off"], client.connect)
@@ -258,7 +278,10 @@ def test_help_of_pin_says_how_long_it_holds(capsys: pytest.CaptureFixture[str]) 
     assert "kept when the conversation is captured again" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["status", "--help"], ["drop", "--help"]])
+ORDERS = [[*words, "--help"] for words in (["worker", "restart"], ["worker", "reset"], ["fault", "arm"])]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["status", "--help"], ["drop", "--help"], *ORDERS])
 def test_help_lists_the_exit_codes(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv, FakeClient().connect) == ExitCode.OK
     out = capsys.readouterr().out

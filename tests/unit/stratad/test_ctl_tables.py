@@ -202,6 +202,30 @@ def test_show_says_that_a_name_has_more_images(others: tuple[int, ...], text: st
     assert json.loads(json.dumps(answer.data))["others"] == list(others)
 
 
+def test_clear_says_that_there_was_nothing() -> None:
+    assert images.clear(FakeClient(), "other").lines == [
+        "nothing to drop: no image in namespace other but for pinned ones"
+    ]
+    free = msgspec.structs.replace(IMAGE, pinned=False)
+    assert images.clear(FakeClient(images=(free,)), "tenant").lines == ["dropped 1 image"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, []),
+        ({"testing.allow_faults": "true"}, ["testing: faults are allowed"]),
+        (
+            {"testing.allow_faults": "true", "testing.die_at": "SpawnWorker:after#2"},
+            ["testing: faults are allowed, the daemon kills itself at SpawnWorker:after#2"],
+        ),
+    ],
+)
+def test_status_says_that_a_daemon_is_for_tests(settings: dict[str, str], said: list[str]) -> None:
+    lines = describe(msgspec.structs.replace(STATS, settings=settings), lambda _: None).lines
+    assert [line for line in lines if line.startswith("testing")] == said
+
+
 def test_counts_are_in_the_answer() -> None:
     assert images.clear(FakeClient(), "tenant").data == {"count": 0}
     assert images.drop(FakeClient(), "tenant", "chat", force=True).data == {"count": 1}
