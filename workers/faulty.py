@@ -178,13 +178,16 @@ class FaultyCopier:
         for hit in begun.hits:
             if hit.order.fault == fault and hit.order.strikes(hit.copy):
                 begun.hits.remove(hit)
+                hit.order.done = max(
+                    hit.order.done, hit.copy
+                )  # it may strike before the copy is completed, if it ever is
                 self._faults.struck(hit.order)
                 return True
         return False
 
     def _strike(self, begun: _Slice) -> None:
         for hit in begun.hits:
-            hit.order.done = hit.copy
+            hit.order.done = max(hit.order.done, hit.copy)
         if not self._leaked:  # once; zeros would not be touched
             self._leaked = b"\1" * int(self._faults.setting("leak_bytes", self._lane) or 0)
         slow_s = float(self._faults.setting("slow_copy_s", self._lane) or 0)

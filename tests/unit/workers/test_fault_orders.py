@@ -121,6 +121,17 @@ def test_a_copy_that_was_only_begun_is_counted_again() -> None:
         assert code_of(rounds.run("capture")) == "out_of_memory"
 
 
+def test_a_fault_that_strikes_as_a_copy_begins_has_struck() -> None:
+    with Rig(LAYOUT, slice_bytes=1, faults={"restore.flip_shuttle": "2"}) as rig:
+        rounds = Rounds(rig)
+        reports = [rounds.run("restore") for _ in range(3)]
+        assert [report.chunk for report in reports if isinstance(report, JobFailed)] == [
+            1,
+            1,
+            1,
+        ]  # the byte stays wrong
+
+
 def test_a_disarmed_fault_does_not_strike() -> None:
     with Rig(LAYOUT, slice_bytes=1, faults={}) as rig:
         rounds = Rounds(rig)
