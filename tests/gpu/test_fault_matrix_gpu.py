@@ -13,6 +13,6 @@ pytestmark = [
 
 
 def test_operations_fail_on_the_card_and_every_image_is_exact() -> None:
-    kinds = ("exception", "kill", "corrupt", "engine_kill")
+    kinds = ("exception", "kill", "hang", "corrupt", "engine_kill")
     report = fault_matrix("--devices", "cuda:all", "--ops", "capture,restore,slot_direct", "--kinds", ",".join(kinds))
     assert len(report["cells"]) == 3 * 4 * len(kinds)

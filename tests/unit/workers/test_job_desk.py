@@ -1,14 +1,17 @@
 """What jobs leave behind: the next one is always answered, and nothing of one that was answered is kept."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import socket
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import TypeAlias
 
+import msgspec
 import pytest
 
 from ipc.credentials import Credentials
@@ -110,13 +113,15 @@ def on_cpu(faults: dict[str, str], inline_bytes: int) -> Iterator[tuple[Desk, Jo
 
 
 @contextlib.contextmanager
-def on_gpu(runtime: GpuRuntime, faults: dict[str, str]) -> Iterator[tuple[Desk, Jobs, DevicePool]]:
+def on_gpu(
+    runtime: GpuRuntime, faults: dict[str, str], inline_bytes: int = ON_ITS_THREAD, event_handle: bytes = b""
+) -> Iterator[tuple[Desk, Jobs, DevicePool]]:
     gpu = Gpu(runtime, slot_layout(), slice_bytes=1 << 20)
     device = FaultyDevice(gpu.cuda, FaultBook({"leak_bytes": "0", **faults}))
-    pool = device.open_pool(gpu.stage(), -1)
+    pool = device.open_pool(gpu.stage(event_handle=event_handle), -1)
     jobs = Jobs(gpu.places(TOKENS))
     jobs.algorithm = device.digest_algorithm
-    desk = Desk(device, pool, ON_ITS_THREAD)
+    desk = Desk(device, pool, inline_bytes)
     try:
         yield desk, jobs, pool
     finally:
@@ -159,6 +164,29 @@ def test_a_thousand_failures_in_a_row_and_each_next_job_is_answered(kind: str, i
         assert desk.desk.idle
         if kind in ("restore", "damaged"):
             assert rig.memory.tobytes() == before
+
+
+# --- the engine's event -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", [AT_ONCE], indirect=True)
+@pytest.mark.parametrize("inline_bytes", [INLINE, ON_ITS_THREAD])
+@pytest.mark.parametrize("pending", [0, 1, 3])
+@pytest.mark.usefixtures("clean")
+def test_who_waits_for_an_event_says_so_once_and_that_it_is_reached_before_it_copies(
+    library: ctypes.CDLL, runtime: GpuRuntime, inline_bytes: int, pending: int
+) -> None:
+    event = runtime.event_create(interprocess=True)
+    with on_gpu(runtime, {}, inline_bytes, runtime.ipc_event_handle(event)) as (desk, jobs, _):
+        library.event_waits(pending)
+        desk.desk.start(msgspec.structs.replace(jobs.make("capture", 7), poll_event=True))
+        for _ in range(pending):
+            desk.desk.ask_events(time.monotonic() + 1.0)
+        told = [EventAwaited(7), EventAwaited(7, reached=True)] if pending > 1 else []
+        *waits, answer = desk.wait(len(told) + 1)
+        assert waits == told
+        assert isinstance(answer, JobDone), answer
+    runtime.event_destroy(event)
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
