@@ -95,7 +95,8 @@ class DeadlinesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When waiting ends. A job has `job_floor_s` plus its bytes over `link_floor_bytes_per_s`."""
 
     worker_boot_s: Seconds = 60.0
-    job_floor_s: Seconds = 10.0
+    # A worker tells after 0.05 s that a job only waits for its engine's event; until then it is taken for copying.
+    job_floor_s: Annotated[float, Meta(ge=0.2, le=86400)] = 10.0
     # For a worker to map or unmap the next pool; a shuttle has this plus its bytes over the link's floor.
     order_s: Seconds = 30.0
     # SIGKILL takes effect in well under a second, also with a large arena to unmap. Who is still there after this long
