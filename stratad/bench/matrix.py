@@ -68,9 +68,12 @@ class Matrix:
         except TROUBLE as exc:
             cell = self._not_carried_out(planned.name, exc)
             self._drop_rig()
+        return cell
+
+    def tell(self, planned: Planned, cell: Cell) -> None:
+        """Say how a cell ended."""
         took = "" if cell.recovered_s is None else f" {cell.recovered_s:.3f} s"
         self._progress(f"{planned.name}: {'passed' if cell.passed else 'FAILED ' + '; '.join(cell.problems)}{took}")
-        return cell
 
     def planned(self) -> Iterator[Planned]:
         """Every cell, in the order in which they are to be run; which points there are is known once one was."""

@@ -182,18 +182,21 @@ def expire(state: State) -> None:
     """Kill former workers that outlive their daemon."""
     for worker in state.workers.values():
         if worker.former is not None and worker.former_by_s <= state.now_s:
-            worker.former_by_s = math.inf
             worker.life.killed_s = state.now_s
             state.wake_by(state.now_s + state.settings.stuck_s)
-            state.out.append(KillFormer(worker.name))
+            _kill_former(state, worker)
 
 
 def stop(state: State) -> None:
     """The daemon stops: nobody will look at former workers any more, so that none may outlive it."""
     for worker in state.workers.values():
         if worker.former is not None and worker.former_by_s < math.inf:
-            worker.former_by_s = math.inf
-            state.out.append(KillFormer(worker.name))
+            _kill_former(state, worker)
+
+
+def _kill_former(state: State, worker: Worker) -> None:
+    worker.former_by_s = math.inf
+    state.out.append(KillFormer(worker.name))
 
 
 def former_gone(state: State, worker: Worker) -> None:

@@ -62,6 +62,7 @@ def run_fault_matrix(args: argparse.Namespace) -> Answer:
                     skipped += 1
                     continue
                 cells.append(matrix.run(planned))
+                matrix.tell(planned, cells[-1])
     except KeyboardInterrupt:
         cut_short = True  # what was found until now is worth having
     return report(plan, cells, skipped, cut_short=cut_short)

@@ -46,7 +46,8 @@ def test_a_full_dev_shm_is_told_with_numbers_and_its_end_is_noticed() -> None:
                 client = stack.enter_context(daemon.client())
                 engine = stack.enter_context(FakeEngine(client, (LAYOUT,)))
                 settled(client, "degraded")
-                assert "a shuttle needs 4194304 bytes, 0 are free under /dev/shm" in client.stats().workers[0].detail
+                lacking = "a shuttle needs 4194304 bytes, 0 are free under /dev/shm"
+                wait_until(lambda: lacking in client.stats().workers[0].detail)
                 with pytest.raises(Busy, match=r"the journal cannot be written: .* 0 are free under /dev/shm"):
                     engine.capture("small", small, small)
                 assert "0 are free" in client.stats().journal_error

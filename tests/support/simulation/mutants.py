@@ -315,8 +315,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "former workers that hang are not killed",
         "stratad.core.adoption",
-        "            state.out.append(KillFormer(worker.name))",
-        "            pass",
+        "    state.out.append(KillFormer(worker.name))",
+        "    pass",
         seeds=3000,
     ),
     Mutant(
