@@ -320,12 +320,15 @@ class Journal:
         if file is None:
             return
         self._now_s = now_s
+        self._damaged = self._damaged or file.cut_short()
+        if self._damaged:  # what was cut off must not be copied as if it were whole
+            self._abandon()
+            return
         if self._next is not None:
             self._copy_some(file)
             return
-        self._damaged = self._damaged or file.cut_short()
         self._nameless = not file.has_its_name()
-        if self._damaged or now_s < self._again_s:
+        if now_s < self._again_s:
             return
         try:
             file.allocate(2 * RESERVE_BYTES)

@@ -230,6 +230,26 @@ def test_one_that_was_cut_short_takes_nothing_before_it_is_written_anew(instance
     journal.close()
 
 
+def test_one_that_is_cut_short_while_it_is_compacted_is_not_copied_as_if_it_were_whole(instance: str) -> None:
+    kept = [image(number, size=COPY_BYTES) for number in range(1, 9)]
+    dead = [image(number, size=COPY_BYTES) for number in range(20, 40)]
+    journal = opened(instance, *kept)
+    for record in dead:
+        journal.append([record])
+    journal.append([DropRecord(tuple(record.image_id for record in dead))])
+    journal.tend(1.0)
+    journal.tend(1.0)
+    assert journal.compacting
+    os.truncate(journal_path(instance), 3 * COPY_BYTES)
+    while journal.compacting:
+        journal.tend(1.0)
+    assert journal.damaged
+    assert not journal_path(instance).with_name(f"stratad.{instance}.journal.new").exists()
+    journal.write_anew(kept)
+    assert list(replay(contents(instance)).images.values()) == kept
+    journal.close()
+
+
 def test_that_of_another_instance_says_nothing_of_this_one(instance: str) -> None:
     opened(instance, *RECORDS).close()
     packed = journal_path(instance).read_bytes()
