@@ -1291,11 +1291,16 @@ class EventAwaited(Message, frozen=True, tag="event_awaited"):
     reached: bool = False
 
 
+class LaneMoving(Message, frozen=True, tag="lane_moving"):
+    """A lane that has several jobs goes on: it has just copied of this one. Told every 50 ms at most."""
+
+    job: int
+
+
 class JobDone(Message, frozen=True, tag="job_done"):
     """A job ended well. `digests` holds those of a capture, or those that were asked for, in chunk order; `lane_s` is
-    the time from its start on the lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on
-    `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool in host memory on a GPU's
-    worker).
+    the time that its lane gave it, in which that waited `digest_s` and `copy_s` for the device (on `cpu`: worked).
+    `algorithm` made the digests, where it is not the worker's own (a pool in host memory on a GPU's worker).
     """
 
     job: int
@@ -1346,6 +1351,7 @@ Report: TypeAlias = (
     | PoolClosed
     | SourceFree
     | EventAwaited
+    | LaneMoving
     | JobDone
     | JobFailed
     | FaultStruck
@@ -1381,6 +1387,7 @@ class WorkerSpec(Message, frozen=True, tag="fork"):
     identity: bytes = b""
     faults: dict[str, str] = {}
     allow_faults: bool = False
+    small_bytes: int = 32 * 1024 * 1024
 
 
 TemplateOrder: TypeAlias = WorkerSpec

@@ -348,6 +348,7 @@ def _spec(config: Config, paths: SocketPaths, key: bytes, device: DeviceSpec) ->
         slice_bytes=config.copy.slice_bytes,
         staging_bytes=config.copy.staging_bytes,
         inline_bytes=config.copy.inline_bytes,
+        small_bytes=config.copy.small_bytes,
         link_bytes_per_s=config.cpu_device.link_bytes_per_s,
         max_message_bytes=config.limits.max_message_bytes,
         log_level=config.log.level,

@@ -16,6 +16,7 @@ from ipc.messages import (
     Failed,
     JobDone,
     JobFailed,
+    LaneMoving,
     Marked,
     PartLoaded,
     PartStored,
@@ -81,13 +82,22 @@ def _give_time(state: State, worker: Worker, run: StageRun, wait_s: float = 0.0)
     state.wake_by(run.deadline_s)
 
 
-def event_awaited(state: State, worker: Worker, report: EventAwaited) -> None:
-    """A stage waits for its engine's event, or no longer does; the worker gives it up at the caller's deadline."""
+def moves_on(state: State, worker: Worker, report: EventAwaited | LaneMoving | SourceFree) -> None:
+    """A worker says how far a job is that has not ended. A stage that waits for its engine's event has the time of its
+    copy after that; the worker gives it up at the caller's deadline. Where a lane goes on, its jobs have theirs anew.
+    """
     found = worker.jobs.get(report.job)
-    if found is not None:
-        op, stage = found
-        wait_s = 0.0 if report.reached else max(op.deadline_s - state.now_s, LEAST_EVENT_WAIT_S)
-        _give_time(state, worker, op.stages[stage], wait_s)
+    if found is None:
+        return
+    op, stage = found
+    match report:
+        case EventAwaited():
+            wait_s = 0.0 if report.reached else max(op.deadline_s - state.now_s, LEAST_EVENT_WAIT_S)
+            _give_time(state, worker, op.stages[stage], wait_s)
+        case LaneMoving():
+            worker.moved_s[op.reads_rows] = state.now_s
+        case SourceFree():
+            _source_free(state, op, stage)
 
 
 def _why_not(run: StageRun, worker: Worker) -> str:
@@ -140,12 +150,8 @@ def cancel(state: State, op: Operation) -> None:
             state.out.append(SendTo(run.worker, CancelJob(run.job)))
 
 
-def source_free(state: State, worker: Worker, report: SourceFree) -> None:
+def _source_free(state: State, op: Operation, stage: int) -> None:
     """A capture's stage no longer reads the rows; when all of them do not, the client may write them again."""
-    found = worker.jobs.get(report.job)
-    if found is None:
-        return
-    op, stage = found
     run = op.stages[stage]
     if run.state is not StageState.SENT or not op.captures:  # what is written stays fenced up to the job's end
         return
@@ -235,8 +241,8 @@ def worker_gone(state: State, worker: Worker, code: str, message: str) -> None:
 
 
 def due_s(worker: Worker, op: Operation, run: StageRun) -> float:
-    """When a worker that has not answered a job hangs. Its lanes take one job after the other, and jobs cost time
-    besides their bytes: as long as a lane ends jobs well, those behind it have their time anew.
+    """When a worker that has not answered a job hangs. A lane copies one job at a time, those that came later may go
+    first, and jobs cost time besides their bytes: as long as it goes on with any, all have their time anew.
     """
     return max(run.deadline_s, worker.moved_s[op.reads_rows] + run.patience_s)
 
@@ -249,7 +255,7 @@ def check_deadlines(state: State) -> None:
         late = [j for j, (op, stage) in worker.jobs.items() if due_s(worker, op, op.stages[stage]) <= state.now_s]
         if late:
             state.count("workers_hung")
-            blame.accuse(state, worker, worker.jobs[min(late)][0])  # lanes take their jobs in order
+            worker.life.hung = frozenset(worker.jobs[job][0].reads_rows for job in late)
             arenas.kill(state, worker, "worker_hung", f"job {min(late)} passed its deadline", excused=False)
 
 

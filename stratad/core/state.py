@@ -96,7 +96,8 @@ class Life:
 
     `leaving_s`: it said or showed that it ends, and is killed then. `making_by_s`, `pools_by_s`: by when the shuttle in
     the making, and the next of the `pool_orders` it was given, must be answered. `culprit`: what is to blame for its
-    end, by its operation `culprit_op`; `excused`: nothing of what it copies is.
+    end, by its operation `culprit_op`; `excused`: nothing of what it copies is. `hung`: lanes that let a deadline pass,
+    by `Operation.reads_rows`; `under_way`: the jobs that it was copying when it ended (None: nobody knows).
     """
 
     killed_s: float = 0.0
@@ -111,6 +112,8 @@ class Life:
     culprit_op: Operation | None = None
     boot_failed: BootFailed | None = None
     ordered: bool = False  # its end was ordered by an admin
+    hung: frozenset[bool] = frozenset()
+    under_way: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +156,9 @@ class Worker:
     grow_again_s: float = 0.0
     jobs: dict[int, tuple[Operation, int]] = field(default_factory=dict)
     job_bytes: int = 0
-    moved_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # last good end by `Operation.reads_rows`
+    moved_s: list[float] = field(
+        default_factory=lambda: [0.0, 0.0]
+    )  # last sign of a lane's going on, by `Operation.reads_rows`
     resources: dict[str, int] = field(default_factory=dict)
     census: int = 0
     counted: int = 0  # the latest census that was answered

@@ -5,7 +5,7 @@ processes and messages.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ipc.messages import (
     Capture,
@@ -26,12 +26,15 @@ from ipc.messages import (
     WorkersChanged,
 )
 from shm.rows import unpack_numbers
-from stratad.core.effects import ReplyTo
+from stratad.core.effects import LogLine, ReplyTo
 from tests.support.simulation.audit import Audit
 from tests.support.simulation.content import check, part_content
 from tests.support.simulation.engine import Pending
 from tests.support.simulation.image_watch import ImageWatch
 from tests.support.simulation.job_watch import GROUP, JobWatch, row_numbers, who
+from tests.support.simulation.worker import SimWorker
+
+_BLAME: Final = {"held against": "blamed", "suspected of a worker's death": "suspected"}
 
 if TYPE_CHECKING:
     from tests.support.simulation.world import World
@@ -46,6 +49,7 @@ class Guard:
     images: ImageWatch = field(init=False)
     audit: Audit = field(init=False)
     waiting: dict[tuple[int, int], Request] = field(default_factory=dict)
+    dying: SimWorker | None = None  # whose end is being noticed
 
     def __post_init__(self) -> None:
         self.jobs = JobWatch(self.world)
@@ -80,6 +84,19 @@ class Guard:
                 self.world.core.validate()
             except AssertionError as found:
                 check(False, f"recount: {found or 'an assertion of Core.validate'}")
+
+    def blamed(self, line: LogLine) -> None:
+        """The core holds a worker's death against an operation, or suspects it: one that was copied when it died."""
+        if line.message not in _BLAME:
+            return
+        process = self.dying
+        assert process is not None, "deaths are noticed one after another"
+        self.world.tally.counts[_BLAME[line.message]] += 1
+        copied = {process.op_of[job] for job in (*process.under_way, process.lost_by) if job}
+        op = dict(line.fields)["op"]
+        check(
+            op in copied, f"operation {op} is blamed for the end of {process.pid}, which was copying {sorted(copied)}"
+        )
 
     # --- what the core tells clients ----------------------------------------------------------------------------------
 

@@ -122,6 +122,7 @@ def wanted() -> set[str]:
         "core:shuttles_lost",
         "core:images_lost",
     }
+    names |= {"lane:changed", "death:of several jobs", "blamed", "suspected"}
     names |= {"request:Lift", "reply:WorkerOrdered", "request:RestartWorker", "request:ResetWorker"}
     names |= {"core:images_adopted", "adoption:same pids", "adoption:other pids"}
     names |= {"progress:accepted", "progress:source_free", "reply:WorkersChanged", "reply:Found", "reply:Parts"}

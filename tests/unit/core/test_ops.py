@@ -17,6 +17,7 @@ from ipc.messages import (
     EventAwaited,
     Found,
     JobDone,
+    LaneMoving,
     Lookup,
     Mark,
     MemfdPool,
@@ -680,6 +681,25 @@ def test_the_wait_for_an_engines_event_is_not_held_against_the_worker(waiting: t
 
 def test_a_copy_that_hangs_is_noticed_however_long_the_engine_could_have_taken(waiting: tuple[Harness, int]) -> None:
     core, _ = waiting  # nothing is said: the event was reached at once
+    core.tick(4.0)
+    assert not core.kills
+    core.tick(2.0)
+    assert len(core.kills) == 1
+
+
+def test_a_lane_that_goes_on_with_any_of_its_jobs_does_not_hang(waiting: tuple[Harness, int]) -> None:
+    """Those that came later may be copied first: as long as they are, the first one has its time anew."""
+    core, first = waiting
+    rows = ((pack_rows([(100, 10)]),),)
+    core.tick(3.0)
+    core.ask(1, Capture(core.next_seq(), 1, "b", pack_tokens(range(10)), rows, 0, "host"))
+    later = core.jobs("gpu")[1].job
+    for _ in range(5):
+        core.report("gpu", LaneMoving(later))
+        core.report("gpu", LaneMoving(77))  # of a job that has ended
+        core.tick(4.0)
+        assert not core.kills
+    core.report("gpu", LaneMoving(first))
     core.tick(4.0)
     assert not core.kills
     core.tick(2.0)
