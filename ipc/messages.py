@@ -1068,13 +1068,15 @@ class MakeShuttle(Message, frozen=True, tag="make_shuttle"):
 
 class OpenPool(Message, frozen=True, tag="open_pool"):
     """Map an engine's pool and prove it by the stage's probe. A memfd comes over the worker's lifeline under
-    `descriptor` first. `engine_pid` and `engine_start_ticks` let the worker see that the engine is alive.
+    `descriptor` first. `engine_pid` and `engine_start_ticks` let the worker see that the engine is alive; engines take
+    turns on its lanes by their number, `engine_id`.
     """
 
     pool: int
     stage: Stage
     engine_pid: int
     engine_start_ticks: int
+    engine_id: int = 0
 
 
 class ClosePool(Message, frozen=True, tag="close_pool"):

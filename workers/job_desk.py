@@ -239,7 +239,7 @@ class JobDesk:
         job = active.plan.job
         hooks = JobHooks(lambda: active.stop, lambda: self._post(SourceFree(job)))
         state.handed_over += 1
-        state.lane.add(active.plan, hooks, active.entry.engine, lambda report: self._post(LaneEnded(active, report)))
+        state.lane.add(active.plan, hooks, active.entry.engine_id, lambda report: self._post(LaneEnded(active, report)))
         state.thread.put(state.lane.serve)
 
     def _give_up(self, active: ActiveJob, code: str, message: str, *, sticky: bool = False) -> None:
