@@ -17,8 +17,8 @@ class EngineProcess(NamedTuple):
 
 
 class PoolEntry:
-    """One pool. `jobs` are under way with it; a pool that is `closing` goes when the last of them has ended. `engine_id`
-    is the engine's number at the supervisor.
+    """One pool. `jobs` are under way with it; a pool that is `closing` goes when the last of them has ended.
+    `engine_id` is the engine's number at the supervisor.
     """
 
     __slots__ = ("_checked_s", "closing", "engine", "engine_id", "jobs", "number", "pool")
