@@ -162,17 +162,27 @@ class Lane:
         self.kind = kind
         self._copier = copier
 
+    def measure(self, *, exact: bool) -> None:
+        """How exactly the next jobs' times are taken (see `Copier.measure`)."""
+        self._copier.measure(exact=exact)
+
     def run(self, plan: PlannedJob, hooks: JobHooks) -> JobDone | JobFailed:
         """Run a job to its end; whatever happens becomes its report. Nothing of the job is kept."""
         start_s = time.monotonic()
+        before = self._copier.times
         run = _Run(self._copier, plan, hooks)
         report = run.let_go(self._carry_out(run, plan))
-        if isinstance(report, JobDone):
-            report = msgspec.structs.replace(report, lane_s=time.monotonic() - start_s)
-        return report
+        after = self._copier.times
+        return msgspec.structs.replace(
+            report,
+            lane_s=time.monotonic() - start_s,
+            digest_s=after.digest_s - before.digest_s,
+            copy_s=after.copy_s - before.copy_s,
+            gather_s=after.gather_s - before.gather_s,
+            verify_s=after.verify_s - before.verify_s,
+        )
 
     def _carry_out(self, run: "_Run", plan: PlannedJob) -> JobDone | JobFailed:
-        before = self._copier.times
         try:
             digests = run.carry_out()
         except _Stopped:
@@ -190,14 +200,14 @@ class Lane:
         except Exception as exc:  # noqa: BLE001 - the lane must go on, and the job must get its report
             _log.exception("job failed job=%d", plan.job)
             return run.failed_whole("internal", f"{type(exc).__name__}: {exc}")
-        after = self._copier.times
         return JobDone(
             plan.job,
             plan.moved_bytes,
-            after.digest_s - before.digest_s,
-            after.copy_s - before.copy_s,
+            0.0,
+            0.0,
             b"".join(digests),
             algorithm=plan.algorithm if digests or plan.digests_only else "",
+            digested_bytes=plan.moved_bytes,
         )
 
 

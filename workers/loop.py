@@ -37,6 +37,7 @@ from ipc.messages import (
     SourceFree,
     StopWorker,
     TakeCensus,
+    TraceCopies,
     WorkerHello,
     WorkerReady,
     WorkerSpec,
@@ -176,6 +177,8 @@ class Worker:
                 self._pools.close(command.pool)
             case ArmFault() | DisarmFault():
                 self._order_fault(command)
+            case TraceCopies():
+                self._desk.measure(exact=command.on)
             case TakeCensus():
                 self._send(Census(command.census, self._resources()))
             case StopWorker():
