@@ -29,7 +29,8 @@ from tests.unit.workers.shape_checks import (
 )
 from workers.device import DeviceFailure, LaneKind, SliceWork
 from workers.digest import MLH, XXH3
-from workers.lanes import JobHooks, Lane, plan_job
+from workers.lanes import JobHooks, Lane
+from workers.plans import plan_job
 
 
 def rows_in(packed: tuple[bytes, ...], group: int = 0) -> list[int]:
