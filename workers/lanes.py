@@ -17,35 +17,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ipc.messages import CaptureJob, CopyCommand, CopyJob, DigestJob, JobDone, JobFailed, RestoreJob
-from shm.extent import unpack_places
-from shm.layout import StageLayout
-from shm.rows import unpack_numbers
-from workers.device import (
-    HOST_SLICE_BYTES,
-    ChunkDamaged,
-    Copier,
-    CopyTimes,
-    Device,
-    DeviceFailure,
-    DevicePool,
-    LaneKind,
-    SliceWork,
-    SourceDiffers,
-)
-from workers.digest import XXH3
+from ipc.messages import JobDone, JobFailed
+from workers.device import ChunkDamaged, Copier, CopyTimes, DeviceFailure, LaneKind, SliceWork, SourceDiffers
 from workers.fair_queue import FairQueue
-from workers.jobs import (
-    ChunkWork,
-    JobRefused,
-    SliceRange,
-    capture_chunks,
-    copy_chunks,
-    digest_chunks,
-    plan_slices,
-    restore_chunks,
-    rows_needed,
-)
+from workers.jobs import JobRefused, rows_needed
+from workers.plans import PlannedJob
 from workers.rowmap import RowMap
 
 _log: Final = logging.getLogger(__name__)
@@ -59,32 +35,6 @@ _SHARE_S: Final = 0.05
 _TELL_S: Final = 0.05
 
 
-class PlannedJob(NamedTuple):
-    """A checked job, ready to run. `moved_bytes` is what it will move, or with `digests_only` read. `written` are the
-    rows of each group that it writes, if any; of a copy they are others than `rows`, which it reads. `algorithm` makes
-    its digests, where that is not the device's own.
-    """
-
-    job: int
-    lane: LaneKind
-    pool: DevicePool
-    rows: tuple[RowMap, ...]
-    written: tuple[RowMap, ...]
-    chunks: tuple[ChunkWork, ...]
-    slices: tuple[SliceRange, ...]
-    moved_bytes: int
-    algorithm: str = ""
-    op: str = ""
-    stage: int = -1
-    digests_only: bool = False
-
-    def slice_work(self, number: int, *, written: bool = False) -> SliceWork:
-        """What the device is told about one slice; with `written` about where it goes."""
-        first, count = self.slices[number]
-        rows = self.written if written else self.rows
-        return SliceWork(self.pool, rows, self.chunks[first : first + count], self.op, self.stage)
-
-
 class JobHooks(NamedTuple):
     """How a running job talks to the loop: `stopped` is asked between slices, `source_free` told when a capture has
     read its last row before it has ended.
@@ -96,75 +46,6 @@ class JobHooks(NamedTuple):
 
 class _Stopped(Exception):
     """The job was cancelled between two slices."""
-
-
-def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJob:
-    """Check a job against the pool's layout and cut it into slices.
-
-    Raises:
-        JobRefused: the job does not fit the pool.
-    """
-    layout = pool.layout
-    try:
-        positions = unpack_numbers(message.positions)
-        places = () if isinstance(message, CopyJob | DigestJob) else unpack_places(message.places)
-        wanted = unpack_numbers(message.chunks) if isinstance(message, DigestJob) else ()
-    except ValueError as exc:
-        raise JobRefused("bad_request", str(exc)) from exc
-    if isinstance(message, CaptureJob):
-        chunks = capture_chunks(layout, message.tokens, positions, places)
-    elif isinstance(message, CopyJob):
-        chunks = copy_chunks(layout, message.tokens, positions)
-    elif isinstance(message, DigestJob):
-        chunks = digest_chunks(layout, message.tokens, positions, wanted)
-    else:
-        chunks = restore_chunks(
-            layout,
-            message.image_tokens,
-            message.tokens,
-            positions,
-            places,
-            digests=message.digests,
-            algorithms=message.algorithms,
-        )
-    rows = _row_maps(layout, message.rows, chunks)
-    written: tuple[RowMap, ...] = ()
-    lane = LaneKind.CAPTURE
-    if isinstance(message, CopyJob):
-        written = _row_maps(layout, message.target_rows, chunks)
-    elif isinstance(message, RestoreJob):
-        written, lane = rows, LaneKind.RESTORE
-    slice_bytes, algorithm = device.slice_bytes, ""
-    if pool.in_host_memory and device.digest_algorithm != XXH3:
-        slice_bytes, algorithm = min(slice_bytes, HOST_SLICE_BYTES), XXH3
-    slices = plan_slices(chunks, slice_bytes, device.slice_rows)
-    moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
-    only = isinstance(message, DigestJob)
-    op, stage = ("", -1) if isinstance(message, DigestJob) else (message.op, message.stage)
-    return PlannedJob(
-        message.job,
-        lane,
-        pool,
-        rows,
-        written,
-        tuple(chunks),
-        tuple(slices),
-        moved_bytes,
-        algorithm,
-        op,
-        stage,
-        digests_only=only,
-    )
-
-
-def _row_maps(layout: StageLayout, packed: Sequence[bytes], chunks: Sequence[ChunkWork]) -> tuple[RowMap, ...]:
-    groups = layout.all_groups
-    if len(packed) != len(groups):
-        raise JobRefused("bad_rows", f"rows of {len(packed)} groups were given, the stage has {len(groups)}")
-    needed = rows_needed(chunks, len(groups))
-    return tuple(
-        RowMap.parse(rows, group.rows, count) for rows, group, count in zip(packed, groups, needed, strict=True)
-    )
 
 
 class LaneHooks(NamedTuple):
@@ -196,6 +77,10 @@ class Lane:
         self._waiting: dict[int, _Run] = {}  # those of the queue that have not begun, by job
         self._told_s = 0.0
         self._lost = False
+
+    def measure(self, *, exact: bool) -> None:
+        """How exactly the next slices' times are taken (see `Copier.measure`)."""
+        self._copier.measure(exact=exact)
 
     def run(self, plan: PlannedJob, hooks: JobHooks) -> JobDone | JobFailed:
         """Run a job to its end; whatever happens becomes its report. Nothing of the job is kept. No other job may have
@@ -307,7 +192,8 @@ class _Run:
         self._scattered = 0
         self._moved_bytes = 0
         self._digests: list[bytes] = []
-        self._lane_s = self._digest_s = self._copy_s = 0.0
+        self._lane_s = 0.0
+        self._times = CopyTimes(0.0, 0.0)
         self._since: tuple[float, CopyTimes] | None = None  # since when its turn lasts
         self._begin, self._complete = self._way()
 
@@ -347,10 +233,9 @@ class _Run:
     def _end_turn(self) -> None:
         if self._since is not None:
             start_s, before = self._since
-            after = self._copier.times
+            parts = zip(self._times, self._copier.times, before, strict=True)
+            self._times = CopyTimes(*(total + after - at_first for total, after, at_first in parts))
             self._lane_s += time.monotonic() - start_s
-            self._digest_s += after.digest_s - before.digest_s
-            self._copy_s += after.copy_s - before.copy_s
             self._since = None
 
     def _one_slice(self) -> None:
@@ -403,11 +288,11 @@ class _Run:
         return JobDone(
             plan.job,
             plan.moved_bytes,
-            self._digest_s,
-            self._copy_s,
+            0.0,
+            0.0,
             b"".join(self._digests),
-            self._lane_s,
-            plan.algorithm if self._digests or plan.digests_only else "",
+            algorithm=plan.algorithm if self._digests or plan.digests_only else "",
+            digested_bytes=plan.moved_bytes,
         )
 
     def _failure(self, error: Exception) -> JobFailed:
@@ -464,16 +349,26 @@ class _Run:
         A device that cannot be waited for may still write to rows and shuttles that are about to be given to others:
         nobody may use it any more, so the report becomes sticky.
         """
+        report: JobDone | JobFailed = failed if failed is not None else self._done()
         try:
             self._copier.drain()
         except Exception as exc:  # noqa: BLE001 - whatever it was, the device is in an unknown state
             _log.exception("device cannot be waited for job=%d", self.job)
             text = f"the device cannot be waited for: {exc}"
             if failed is not None:
-                return msgspec.structs.replace(failed, message=f"{failed.message}; {text}", sticky=True)
-            return self.failed_whole("device_error", text, sticky=True)
+                report = msgspec.structs.replace(failed, message=f"{failed.message}; {text}", sticky=True)
+            else:
+                report = self.failed_whole("device_error", text, sticky=True)
         self._end_turn()
-        return failed if failed is not None else self._done()
+        times = self._times
+        return msgspec.structs.replace(
+            report,
+            lane_s=self._lane_s,
+            digest_s=times.digest_s,
+            copy_s=times.copy_s,
+            gather_s=times.gather_s,
+            verify_s=times.verify_s,
+        )
 
 
 def _packed(rows: Sequence[RowMap], counts: Sequence[int]) -> tuple[bytes, ...]:
