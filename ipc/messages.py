@@ -383,6 +383,7 @@ class Restore(Message, frozen=True, tag="restore"):
     The image is named by `image_id`, or by `conversation` when that is 0. Where stages have states, the image must have
     a checkpoint at `tokens`, and `rows` name one slot a state group for it. With `take` the image is held until
     `Acknowledge` gives it up. `ordered` says what proves that the rows are no longer read or written by the engine.
+    With `layered` the groups of each stage are restored one after the other, and `Progress` tells of each.
     """
 
     seq: int
@@ -395,6 +396,7 @@ class Restore(Message, frozen=True, tag="restore"):
     tokens: int = -1
     take: bool = False
     deadline_s: float = 30.0
+    layered: bool = False
 
 
 class SlotDirect(Message, frozen=True, tag="slot_direct"):
@@ -827,12 +829,15 @@ class WorkersChanged(Message, frozen=True, tag="workers_changed"):
 
 
 class Progress(Message, frozen=True, tag="progress"):
-    """A ticket moved on: ``accepted`` or ``source_free``. Sent only when the final reply is not due at once; the final
-    reply of a capture implies both.
+    """A ticket moved on: ``accepted`` or ``source_free``; or, of a layered restore, ``group``: all that it writes of
+    `group` on `stage` is written. Sent only when the final reply is not due at once; the final reply of a capture
+    implies the first two, that of a restore all groups.
     """
 
     seq: int
     state: str
+    stage: int = -1
+    group: int = -1
 
 
 class Captured(Message, frozen=True, tag="captured"):
@@ -1117,6 +1122,7 @@ class RestoreJob(Message, frozen=True, tag="restore_job"):
 
     The chunks are those of the whole image (`image_tokens`, `positions`); only the first `tokens`, and the states at
     that position, are written. `algorithms` names the digest algorithm of each chunk in order, or a single one for all.
+    With `layered` no slice holds chunks of two groups, and `GroupRestored` tells of each group.
     """
 
     job: int
@@ -1132,6 +1138,7 @@ class RestoreJob(Message, frozen=True, tag="restore_job"):
     event_wait_s: float = 30.0
     op: str = ""
     stage: int = -1
+    layered: bool = False
 
 
 class CopyJob(Message, frozen=True, tag="copy_job"):
@@ -1311,6 +1318,13 @@ class EventAwaited(Message, frozen=True, tag="event_awaited"):
     reached: bool = False
 
 
+class GroupRestored(Message, frozen=True, tag="group_restored"):
+    """All that a layered restore writes of one group is written, although others are not. Not told of short jobs."""
+
+    job: int
+    group: int
+
+
 class LaneMoving(Message, frozen=True, tag="lane_moving"):
     """A lane that has several jobs goes on: it has just copied of this one. Told every 50 ms at most."""
 
@@ -1384,6 +1398,7 @@ Report: TypeAlias = (
     | PoolClosed
     | SourceFree
     | EventAwaited
+    | GroupRestored
     | LaneMoving
     | JobDone
     | JobFailed

@@ -128,6 +128,7 @@ class Engine:
         image_id: int = 0,
         rows_by_stage: Sequence[StageRowsLike] | None = None,
         tokens: int = -1,
+        layered: bool = False,
         deadline_s: float | None = None,
     ) -> Ticket[Restored]:
         """Start to restore the first `tokens` tokens (-1: all) of an image into the rows; returns at once.
@@ -137,11 +138,16 @@ class Engine:
         and no window may have passed what so many tokens need (code ``no_checkpoint``). The rows are undefined until
         the result is there, and after a failure those that the error's stages name.
 
+        With `layered` each stage's groups (see `shm.layout.layer_groups`) are restored one after the other, the first
+        one first: after `Ticket.wait_group` the engine may read what was restored of that group, while the others are
+        still on their way. It may write nothing there before the result, and what it has computed from a group is of
+        no use if the restore then fails.
+
         Raises:
             UsageError: the arguments contradict each other or the registration.
             Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
         """
-        image = ImageWanted(conversation, image_id, tokens, take=False)
+        image = ImageWanted(conversation, image_id, tokens, take=False, layered=layered)
         return self.operations.restore(image, RowsGiven(rows, rows_by_stage), slot, deadline_s)
 
     def take(

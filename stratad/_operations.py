@@ -54,6 +54,7 @@ class ImageWanted(NamedTuple):
     image_id: int
     tokens: int
     take: bool
+    layered: bool = False
 
 
 class _Reading(NamedTuple):
@@ -131,8 +132,8 @@ class Operations:
 
         def build(seq: int, left_s: float) -> Request:
             engine_id, rows, ordered = self._registration.engine_id, use.packed, self._ordered()
-            conversation, image_id, tokens, take = image
-            return Restore(seq, engine_id, conversation, rows, slot, ordered, image_id, tokens, take, left_s)
+            conversation, image_id, tokens, take, layered = image
+            return Restore(seq, engine_id, conversation, rows, slot, ordered, image_id, tokens, take, left_s, layered)
 
         kind = "take" if image.take else "restore"
         return self._start(kind, build, Restored, (use,), slot, deadline_s)

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from ipc.messages import CopyCommand, EventAwaited, JobDone, JobFailed, LaneMoving, SourceFree
+from ipc.messages import CopyCommand, EventAwaited, GroupRestored, JobDone, JobFailed, LaneMoving, SourceFree
 from workers.device import Device, DeviceFailure, LaneKind
 from workers.jobs import JobEvent, JobRecord, JobRefused, JobState
 from workers.lanes import SMALL_BYTES, JobHooks, Lane, LaneHooks
@@ -70,7 +70,7 @@ class LaneEnded:
         self.report = report
 
 
-JobLetter: TypeAlias = LaneEnded | LaneMoving | SourceFree
+JobLetter: TypeAlias = LaneEnded | GroupRestored | LaneMoving | SourceFree
 
 
 class _LaneState:
@@ -257,7 +257,11 @@ class JobDesk:
 
     def _hand_over(self, state: _LaneState, active: ActiveJob) -> None:
         job = active.plan.job
-        hooks = JobHooks(lambda: active.stop, lambda: self._post(SourceFree(job)))
+        hooks = JobHooks(
+            lambda: active.stop,
+            lambda: self._post(SourceFree(job)),
+            lambda group: self._post(GroupRestored(job, group)),
+        )
         state.handed_over += 1
         state.lane.add(active.plan, hooks, active.entry.engine_id, lambda report: self._post(LaneEnded(active, report)))
         state.thread.put(state.lane.serve)

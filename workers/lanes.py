@@ -37,11 +37,12 @@ _TELL_S: Final = 0.05
 
 class JobHooks(NamedTuple):
     """How a running job talks to the loop: `stopped` is asked between slices, `source_free` told when a capture has
-    read its last row before it has ended.
+    read its last row before it has ended, and `group_done` when all of a group is in its rows.
     """
 
     stopped: Callable[[], bool]
     source_free: Callable[[], None]
+    group_done: Callable[[int], None] = lambda _: None
 
 
 class _Stopped(Exception):
@@ -242,11 +243,15 @@ class _Run:
         if self._hooks.stopped():
             raise _Stopped
         count = len(self._plan.slices)
-        while self._begun < min(self._completed + 2, count):
+        while self._begun < min(self._completed + 2, count) and not self._at_group_end():
             self._begin(self._begun % 2, self._plan.slice_work(self._begun))
             self._begun += 1
         if self._completed < count:
             self._next_slice()
+
+    def _at_group_end(self) -> bool:
+        """Whether the last slice that was begun ends a group: that is waited for before the next group begins."""
+        return self._begun > self._completed and self._begun - 1 in self._plan.group_ends
 
     def _what_was_begun(self) -> None:
         while self._completed < self._begun:
@@ -258,6 +263,9 @@ class _Run:
         self._completed += 1
         first, count = self._plan.slices[number]
         self._moved_bytes += sum(chunk.span.length_bytes for chunk in self._plan.chunks[first : first + count])
+        if number in self._plan.group_ends:
+            self._copier.drain()
+            self._hooks.group_done(self._plan.group_ends[number])
 
     def _complete_capture(self, number: int) -> None:
         self._digests.extend(self._copier.complete_capture(number % 2))

@@ -26,6 +26,7 @@ from ipc.messages import (
     DigestJob,
     DisarmFault,
     FaultStruck,
+    GroupRestored,
     LaneMoving,
     MakeShuttle,
     OpenPool,
@@ -235,7 +236,7 @@ class Worker:
                     answer = self._pools.answer(letter)
                     if answer is not None:
                         self._send(answer)
-                case SourceFree() | LaneMoving() | ShuttleReady() | ShuttleFailed() | FaultStruck():
+                case SourceFree() | GroupRestored() | LaneMoving() | ShuttleReady() | ShuttleFailed() | FaultStruck():
                     self._send(letter)
                 case _:
                     assert_never(letter)

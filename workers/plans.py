@@ -1,6 +1,8 @@
 """Plans: a job's message, checked against its pool's layout and cut into slices, before a lane takes it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ipc.messages import CaptureJob, CopyCommand, CopyJob, DigestJob, RestoreJob
@@ -26,7 +28,8 @@ from workers.rowmap import RowMap
 class PlannedJob(NamedTuple):
     """A checked job, ready to run. `moved_bytes` is what it will move, or with `digests_only` read. `written` are the
     rows of each group that it writes, if any; of a copy they are others than `rows`, which it reads. `algorithm` makes
-    its digests, where that is not the device's own.
+    its digests, where that is not the device's own. `group_ends` has the last slice of each group, and that group's
+    number, where it is to be told of each.
     """
 
     job: int
@@ -41,6 +44,7 @@ class PlannedJob(NamedTuple):
     op: str = ""
     stage: int = -1
     digests_only: bool = False
+    group_ends: Mapping[int, int] = MappingProxyType({})
 
     def slice_work(self, number: int, *, written: bool = False) -> SliceWork:
         """What the device is told about one slice; with `written` about where it goes."""
@@ -88,7 +92,11 @@ def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJ
     slice_bytes, algorithm = device.slice_bytes, ""
     if pool.in_host_memory and device.digest_algorithm != XXH3:
         slice_bytes, algorithm = min(slice_bytes, HOST_SLICE_BYTES), XXH3
-    slices = plan_slices(chunks, slice_bytes, device.slice_rows)
+    group_ends: dict[int, int] = {}
+    if isinstance(message, RestoreJob) and message.layered:
+        slices, group_ends = _layered_slices(chunks, slice_bytes, device.slice_rows)
+    else:
+        slices = plan_slices(chunks, slice_bytes, device.slice_rows)
     moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
     only = isinstance(message, DigestJob)
     op, stage = ("", -1) if isinstance(message, DigestJob) else (message.op, message.stage)
@@ -105,7 +113,23 @@ def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJ
         op,
         stage,
         digests_only=only,
+        group_ends=group_ends,
     )
+
+
+def _layered_slices(
+    chunks: Sequence[ChunkWork], slice_bytes: int, slice_rows: int
+) -> tuple[list[SliceRange], dict[int, int]]:
+    """Slices of which none holds chunks of two groups, and the last one of each group."""
+    slices: list[SliceRange] = []
+    ends: dict[int, int] = {}
+    first = 0
+    for group, found in groupby(chunks, lambda chunk: chunk.span.group):
+        works = list(found)
+        slices += [SliceRange(first + at, count) for at, count in plan_slices(works, slice_bytes, slice_rows)]
+        ends[len(slices) - 1] = group
+        first += len(works)
+    return slices, ends
 
 
 def _row_maps(layout: StageLayout, packed: Sequence[bytes], chunks: Sequence[ChunkWork]) -> tuple[RowMap, ...]:

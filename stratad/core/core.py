@@ -12,6 +12,7 @@ from ipc.messages import (
     EventAwaited,
     Failed,
     FaultStruck,
+    GroupRestored,
     Hello,
     JobDone,
     JobFailed,
@@ -260,7 +261,7 @@ class Core:
         match report:
             case JobDone():
                 jobs.job_done(state, worker, report)
-            case EventAwaited() | LaneMoving() | SourceFree():
+            case EventAwaited() | GroupRestored() | LaneMoving() | SourceFree():
                 jobs.moves_on(state, worker, report)
                 return self._end()
             case JobFailed():

@@ -14,6 +14,7 @@ from ipc.messages import (
     DigestJob,
     EventAwaited,
     Failed,
+    GroupRestored,
     JobDone,
     JobFailed,
     LaneMoving,
@@ -82,7 +83,7 @@ def _give_time(state: State, worker: Worker, run: StageRun, wait_s: float = 0.0)
     state.wake_by(run.deadline_s)
 
 
-def moves_on(state: State, worker: Worker, report: EventAwaited | LaneMoving | SourceFree) -> None:
+def moves_on(state: State, worker: Worker, report: EventAwaited | GroupRestored | LaneMoving | SourceFree) -> None:
     """A worker says how far a job is that has not ended. A stage that waits for its engine's event has the time of its
     copy after that; the worker gives it up at the caller's deadline. Where a lane goes on, its jobs have theirs anew.
     """
@@ -96,6 +97,9 @@ def moves_on(state: State, worker: Worker, report: EventAwaited | LaneMoving | S
             _give_time(state, worker, op.stages[stage], wait_s)
         case LaneMoving():
             worker.moved_s[op.reads_rows] = state.now_s
+        case GroupRestored():
+            if op.layered:
+                state.reply(op.client, Progress(op.seq, "group", stage, report.group))
         case SourceFree():
             _source_free(state, op, stage)
 
@@ -139,6 +143,7 @@ def _command(op: Operation, run: StageRun, pool: int, poll_event: bool, event_wa
         event_wait_s,
         kind,
         stage,
+        op.layered,
     )
 
 

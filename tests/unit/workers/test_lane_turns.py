@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given, settings
 
 from ipc.messages import CaptureJob, CopyJob, JobDone, JobFailed, RestoreJob
 from shm.extent import ChunkPlace, pack_places
-from shm.rows import unpack_rows
+from shm.layout import Plane, StageLayout, StateGroup, layer_groups
+from shm.rows import pack_numbers, pack_rows, unpack_rows
 from tests.support.layouts import packed_rows
 from tests.unit.workers.rig import NEVER, Rig, slot_layout
 from workers.device import Copier, LaneKind
@@ -338,3 +340,105 @@ def test_jobs_may_be_added_from_another_thread_while_the_lane_runs() -> None:
         turns.lane.serve()
         assert sorted(turns.ended) == list(range(30))
         assert images.rows_are(0, 480)
+
+
+# --- layered restores -------------------------------------------------------------------------------------------------
+
+
+def layered_rig(groups: int, **options: object) -> tuple[Rig, StageLayout]:
+    planes = tuple(Plane(n * 128 * 256, 96, 128, 256) for n in range(6))
+    state = Plane(6 * 128 * 256, 48, 64, 4)
+    layout = StageLayout(layer_groups(planes, groups, 2), (StateGroup((state,)),), 16)
+    return Rig(layout, shuttle_granules=300, **options), layout  # type: ignore[arg-type]
+
+
+def group_offsets(layout: StageLayout, group: int, rows: range) -> list[tuple[int, int]]:
+    return [
+        (plane.offset_bytes + row * plane.row_stride_bytes, plane.row_bytes)
+        for plane in layout.all_groups[group].planes
+        for row in (rows if group < len(layout.groups) else range(2, 3))
+    ]
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 6000, 1 << 20])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_each_group_of_a_layered_restore_is_there_when_it_is_told_and_the_next_is_not_begun(
+    groups: int, slice_bytes: int
+) -> None:
+    rig, layout = layered_rig(groups, slice_bytes=slice_bytes)
+    with rig:
+        rows = range(100)
+        packed = (*(pack_rows([(0, 100)]) for _ in range(groups)), pack_rows([(2, 1)]))
+        places = rig.places(100, state_slot=2)
+        capture = CaptureJob(1, 1, packed, 100, pack_places(places), False, pack_numbers((100,)))
+        done = rig.run(capture)
+        assert isinstance(done, JobDone)
+        original = rig.memory.tobytes()
+        rig.memory[:] = 0
+        told: list[int] = []
+
+        def group_done(group: int) -> None:
+            told.append(group)
+            memory = rig.memory.tobytes()
+            for number in range(groups + 1):
+                for at, size in group_offsets(layout, number, rows):
+                    wanted = original[at : at + size] if number in told else bytes(size)
+                    assert memory[at : at + size] == wanted, (group, number, at)
+
+        restore = RestoreJob(
+            2, 1, packed, 100, 100, pack_places(places), done.digests, ("xxh3-128",), False, pack_numbers((100,)),
+            layered=True,
+        )  # fmt: skip
+        report = rig.run(restore, JobHooks(lambda: False, lambda: None, group_done))
+        assert isinstance(report, JobDone)
+        assert told == list(range(groups + 1))
+        plain = msgspec.structs.replace(restore, layered=False)
+        assert isinstance(rig.run(plain, JobHooks(lambda: False, lambda: None, told.append)), JobDone)
+        assert len(told) == groups + 1
+
+
+def test_a_layered_restore_that_fails_after_a_group_names_all_that_it_wrote() -> None:
+    rig, _ = layered_rig(3, slice_bytes=1)
+    with rig:
+        packed = (*(pack_rows([(0, 64)]) for _ in range(3)), b"")
+        places = [rig.place(span.length_bytes) for span in rig.layout.chunks(64)]
+        done = rig.run(CaptureJob(1, 1, packed, 64, pack_places(places), False))
+        assert isinstance(done, JobDone)
+        rig.shuttle[places[5].extents[0].offset_bytes] ^= 1  # the second chunk of group 1
+        told: list[int] = []
+        job = RestoreJob(2, 1, packed, 64, 64, pack_places(places), done.digests, ("xxh3-128",), False, layered=True)
+        failed = rig.run(job, JobHooks(lambda: False, lambda: None, told.append))
+        assert isinstance(failed, JobFailed)
+        assert (failed.code, failed.chunk, told) == ("damaged", 5, [0])
+        assert [unpack_rows(rows) for rows in failed.rows_undefined] == [((0, 64),), ((0, 16),), (), ()]
+
+
+def test_a_layered_restore_may_rest_at_any_slice() -> None:
+    rig, layout = layered_rig(3, slice_bytes=1)
+    with rig:
+        turns = Turns(rig, LaneKind.RESTORE)
+        original = rig.memory.tobytes()
+        told: list[tuple[int, int]] = []
+        jobs = []
+        for number in (1, 2):
+            packed = (*(pack_rows([(128 * (number - 1), 128)]) for _ in range(3)), b"")
+            places = [rig.place(span.length_bytes) for span in layout.chunks(128)]
+            done = rig.run(CaptureJob(number, 1, packed, 128, pack_places(places), False))
+            assert isinstance(done, JobDone)
+            jobs.append(
+                RestoreJob(
+                    number, 1, packed, 128, 128, pack_places(places), done.digests, ("xxh3-128",), False, layered=True
+                )
+            )
+        rig.memory[:] = 0
+        for job in jobs:
+            hooks = JobHooks(lambda: False, lambda: None, lambda group, n=job.job: told.append((n, group)))  # type: ignore[misc]
+            turns.lane.add(rig.plan(job), hooks, job.job, lambda report: turns.ended.append(report.job))
+        turns.lane.serve()
+        assert turns.ended == [1, 2]
+        assert [group for number, group in told if number == 1] == [0, 1, 2]
+        assert [group for number, group in told if number == 2] == [0, 1, 2]
+        assert told.index((2, 0)) < told.index((1, 2))
+        for group in range(3):
+            for at, size in group_offsets(layout, group, range(256)):
+                assert rig.memory[at : at + size].tobytes() == original[at : at + size]
