@@ -16,6 +16,7 @@ from ipc.messages import (
     Drop,
     EventAwaited,
     Found,
+    GroupRestored,
     JobDone,
     LaneMoving,
     Lookup,
@@ -28,6 +29,7 @@ from ipc.messages import (
     Progress,
     Register,
     Registered,
+    Restore,
     Restored,
     ShuttleFailed,
     ShuttleReady,
@@ -736,3 +738,29 @@ def test_no_image_ends_for_room_on_a_device_where_it_does_not_lie(make_core: Mak
     core.capture(both, "over both", range(1500))
     core.finish_all()
     assert [i.conversation for i in core.core.state.catalog.images.values()] == ["old, elsewhere", "over both"]
+
+
+def test_groups_of_a_layered_restore_are_told_as_they_come_and_to_nobody_else(make_core: MakeCore) -> None:
+    core = make_core(2)
+    core.connect()
+    engine = core.register()
+    core.capture(engine)
+    core.finish_all()
+    plain = core.restore(engine, first_row=1000)
+    assert not any(job.layered for worker in ("cpu:0", "cpu:1") for job in core.jobs(worker))  # type: ignore[union-attr]
+    core.report("cpu:0", GroupRestored(core.jobs("cpu:0")[0].job, 0))
+    assert core.answers(1, plain) == []
+    core.finish_all()
+    rows = ((pack_rows([(1000, 600)]),),)
+    request = Restore(core.next_seq(), engine, "a", rows, 0, "host", layered=True)
+    core.ask(1, request)
+    jobs = [core.jobs(worker)[0] for worker in ("cpu:0", "cpu:1")]
+    assert all(job.layered for job in jobs)  # type: ignore[union-attr]
+    core.report("cpu:1", GroupRestored(jobs[1].job, 0))
+    core.report("cpu:0", GroupRestored(jobs[0].job, 0))
+    core.report("cpu:0", GroupRestored(777, 0))
+    told = [Progress(request.seq, "group", 1, 0), Progress(request.seq, "group", 0, 0)]
+    assert core.answers(1, request.seq) == told
+    assert len(core.core.state.fences) > 0
+    core.finish_all()
+    assert isinstance(core.final(1, request.seq), Restored)
