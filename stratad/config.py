@@ -77,6 +77,15 @@ class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: Annotated[int, Meta(ge=1, le=65536)] = 256
 
 
+class ShuttleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What of the bytes in shuttles is used again. ``off``: every image stores all of its chunks. ``storage``: captures
+    copy all bytes, and equal chunks are stored once. ``verified``: besides, what digests prove to be stored, or to be in
+    the rows of a restore already, is not copied. Tokens alone never prove anything.
+    """
+
+    reuse: Literal["off", "storage", "verified"] = "storage"
+
+
 class CpuDeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The `cpu` devices. `link_bytes_per_s` simulates a link of that speed; 0 copies as fast as the memory."""
 
@@ -167,6 +176,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     access: AccessConfig = AccessConfig()
     ram: RamConfig = RamConfig()
     copy: CopyConfig = CopyConfig()
+    shuttle: ShuttleConfig = ShuttleConfig()
     cpu_device: CpuDeviceConfig = CpuDeviceConfig()
     limits: LimitsConfig = LimitsConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()

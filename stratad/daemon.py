@@ -289,11 +289,13 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
         memory=MemorySettings(
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after
         ),
+        reuse=config.shuttle.reuse,
         admins=access.admins,
         allow_faults=config.testing.allow_faults,
         shown=(
             ("copy.parallel", str(config.copy.parallel).lower()),
             ("copy.chunk_tokens", str(config.copy.chunk_tokens)),
+            ("shuttle.reuse", config.shuttle.reuse),
             ("access", access.allowed_text),
             ("ram.budget_source", source),
             ("ram.shuttle_bytes", str(shuttle_bytes)),
