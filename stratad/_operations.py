@@ -175,9 +175,7 @@ class Operations:
 
         return self._start("slot_to", build, Captured, (reading.use,), slot, deadline_s)
 
-    def slot_from(
-        self, source: SlotSource, given: RowsGiven, slot: int, deadline_s: float | None
-    ) -> Ticket[Restored]:
+    def slot_from(self, source: SlotSource, given: RowsGiven, slot: int, deadline_s: float | None) -> Ticket[Restored]:
         """Copy a slot's transit image into rows."""
         source_slot, keep, resident = source
         check_slot(source_slot)

@@ -170,7 +170,9 @@ class Catalog:
 
     def _reserve(
         self, worker: str, spans: Sequence[ChunkSpan], numbers: Sequence[int]
-    ) -> Iterator[tuple[int, ChunkPlace]]:
+    ) -> Iterable[tuple[int, ChunkPlace]]:
+        if not numbers:
+            return ()
         lengths = [spans[number].length_bytes for number in numbers]
         extents = self.arenas[worker].allocate_all(lengths)
         assert extents is not None, "room was made before"

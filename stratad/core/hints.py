@@ -27,7 +27,9 @@ def find(state: State, op: Operation, draft: Draft) -> Hints | None:
     if state.settings.reuse != "verified" or op.kind not in _HINTED:
         return None
     known = op.hints
-    if known is not None and (state.catalog.images.get(known.image.image_id) is not known.image or not known.image.findable):
+    if known is not None and (
+        state.catalog.images.get(known.image.image_id) is not known.image or not known.image.findable
+    ):
         op.looked, op.hints = False, None
     if not op.looked:
         op.looked = True
@@ -79,7 +81,8 @@ def missed(hinted: dict[int, Chunk], run: StageRun, answer: StageDigests) -> tup
     """The numbers of those hinted chunks that are not what was expected, or cannot be relied on any more."""
     algorithm, key_id, digests = answer.algorithm, answer.key_id, answer.digests
     return tuple(
-        number for number, chunk in hinted.items()
+        number
+        for number, chunk in hinted.items()
         if chunk.damaged
         or chunk.key.digest != digests[number]
         or chunk.key.algorithm != algorithm
