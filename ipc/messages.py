@@ -81,8 +81,12 @@ class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `state` is ``done``, ``failed`` or ``untouched`` (its job never started). `rows_undefined` are the rows and slots of
     each group whose bytes the operation may have written and that must not be used (empty: none of any group).
-    `moved_bytes` were copied, by the count of the worker's lane; `digested_bytes` were only read where they lie, and
-    `skipped_bytes` of those were proven to be there already: stored, or in the rows.
+    `moved_bytes` were copied, by the count of the worker's lane, and `skipped_bytes` not, since digests proved them to
+    be there already: stored, or in the rows.
+
+    The worker waited `event_s` for the engine's event and `queue_s` for its lane, where the job then was for `lane_s`:
+    `digest_s` of it on digests, `verify_s` of these on proving bytes that were copied; and `copy_s` on copies,
+    `gather_s` of these between rows and staging. What was digested, moved or not, is `digested_bytes`.
     """
 
     stage: int
@@ -94,6 +98,10 @@ class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     digest_s: float = 0.0
     copy_s: float = 0.0
     lane_s: float = 0.0
+    gather_s: float = 0.0
+    verify_s: float = 0.0
+    event_s: float = 0.0
+    queue_s: float = 0.0
     digested_bytes: int = 0
     skipped_bytes: int = 0
 
@@ -1190,6 +1198,14 @@ class DisarmFault(Message, frozen=True, tag="disarm_fault"):
     fault: int
 
 
+class TraceCopies(Message, frozen=True, tag="trace_copies"):
+    """Measure the times of copies on the device itself (`on`), or only by what its host waits for, which costs
+    nothing. What is being copied now is measured either way.
+    """
+
+    on: bool
+
+
 class TakeCensus(Message, frozen=True, tag="take_census"):
     """Ask for the worker's counters."""
 
@@ -1211,6 +1227,7 @@ Command: TypeAlias = (
     | CancelJob
     | ArmFault
     | DisarmFault
+    | TraceCopies
     | TakeCensus
     | StopWorker
 )
@@ -1307,12 +1324,11 @@ class EventAwaited(Message, frozen=True, tag="event_awaited"):
 
 
 class JobDone(Message, frozen=True, tag="job_done"):
-    """A job ended well; its lane has copied `moved_bytes` (of a `DigestJob`: read). Of the others it has read
-    `digested_bytes` where they lie, and a restore has left `skipped_bytes` of those as they are. `digests` holds those
-    of all chunks of a capture, or those that were asked for, in chunk order; `lane_s` is
-    the time from its start on the lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on
-    `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool in host memory on a GPU's
-    worker).
+    """A job ended well; its lane has copied `moved_bytes` (of a `DigestJob`: read), and a restore has left
+    `skipped_bytes` as they are. `digests` holds those of all chunks of a capture, or those that were asked for, in
+    chunk order; `lane_s` is the time from its start on the lane to its end, in which the lane waited `digest_s` and
+    `copy_s` for the device (on `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool
+    in host memory on a GPU's worker). The other times are those of a `StageOutcome`.
     """
 
     job: int
@@ -1322,6 +1338,10 @@ class JobDone(Message, frozen=True, tag="job_done"):
     digests: bytes = b""
     lane_s: float = 0.0
     algorithm: str = ""
+    gather_s: float = 0.0
+    verify_s: float = 0.0
+    event_s: float = 0.0
+    queue_s: float = 0.0
     digested_bytes: int = 0
     skipped_bytes: int = 0
 
@@ -1329,7 +1349,7 @@ class JobDone(Message, frozen=True, tag="job_done"):
 class JobFailed(Message, frozen=True, tag="job_failed"):
     """A job failed. `chunk` is the number of the offending chunk or -1. `rows_undefined` are the rows and slots of each
     group that a restore or copy has written already, or partly (empty: none). `sticky` says that the device is of no
-    more use: the worker exits after this message.
+    more use: the worker exits after this message. The times are those of a `StageOutcome`, up to the failure.
     """
 
     job: int
@@ -1339,6 +1359,13 @@ class JobFailed(Message, frozen=True, tag="job_failed"):
     rows_undefined: tuple[bytes, ...] = ()
     sticky: bool = False
     moved_bytes: int = 0
+    digest_s: float = 0.0
+    copy_s: float = 0.0
+    lane_s: float = 0.0
+    gather_s: float = 0.0
+    verify_s: float = 0.0
+    event_s: float = 0.0
+    queue_s: float = 0.0
 
 
 class FaultStruck(Message, frozen=True, tag="fault_struck"):
@@ -1400,6 +1427,7 @@ class WorkerSpec(Message, frozen=True, tag="fork"):
     identity: bytes = b""
     faults: dict[str, str] = {}
     allow_faults: bool = False
+    huge_pages: bool = False
 
 
 TemplateOrder: TypeAlias = WorkerSpec

@@ -46,17 +46,27 @@ class Lane:
         self.kind = kind
         self._copier = copier
 
+    def measure(self, *, exact: bool) -> None:
+        """How exactly the next jobs' times are taken (see `Copier.measure`)."""
+        self._copier.measure(exact=exact)
+
     def run(self, plan: PlannedJob, hooks: JobHooks) -> JobDone | JobFailed:
         """Run a job to its end; whatever happens becomes its report. Nothing of the job is kept."""
         start_s = time.monotonic()
+        before = self._copier.times
         run = _Run(self._copier, plan, hooks)
         report = run.let_go(self._carry_out(run, plan))
-        if isinstance(report, JobDone):
-            report = msgspec.structs.replace(report, lane_s=time.monotonic() - start_s)
-        return report
+        after = self._copier.times
+        return msgspec.structs.replace(
+            report,
+            lane_s=time.monotonic() - start_s,
+            digest_s=after.digest_s - before.digest_s,
+            copy_s=after.copy_s - before.copy_s,
+            gather_s=after.gather_s - before.gather_s,
+            verify_s=after.verify_s - before.verify_s,
+        )
 
     def _carry_out(self, run: "_Run", plan: PlannedJob) -> JobDone | JobFailed:
-        before = self._copier.times
         try:
             digests = run.carry_out()
         except _Stopped:
@@ -74,15 +84,14 @@ class Lane:
         except Exception as exc:  # noqa: BLE001 - the lane must go on, and the job must get its report
             _log.exception("job failed job=%d", plan.job)
             return run.failed_whole("internal", f"{type(exc).__name__}: {exc}")
-        after = self._copier.times
         return JobDone(
             plan.job,
             run.moved_bytes,
-            after.digest_s - before.digest_s,
-            after.copy_s - before.copy_s,
+            0.0,
+            0.0,
             b"".join(digests),
             algorithm=plan.algorithm if digests or plan.digests_only else "",
-            digested_bytes=run.digested_bytes,
+            digested_bytes=run.moved_bytes + run.looked_bytes,
             skipped_bytes=run.skipped_bytes,
         )
 
@@ -98,7 +107,7 @@ class _Run:
         self._hooks = hooks
         self._scattered = 0
         self.moved_bytes = 0
-        self.digested_bytes = 0
+        self.looked_bytes = 0
         self.skipped_bytes = 0
 
     def carry_out(self) -> list[bytes]:
@@ -198,7 +207,7 @@ class _Run:
             first, chunks = plan.slices[number]
             size_bytes = bytes_of(plan.chunks[first : first + chunks])
             if plan is self._plan.look:
-                self.digested_bytes += size_bytes
+                self.looked_bytes += size_bytes
             else:
                 self.moved_bytes += size_bytes
 

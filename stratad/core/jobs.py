@@ -213,9 +213,9 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
                 tuple(report.digests[at : at + DIGEST_BYTES] for at in range(0, count * DIGEST_BYTES, DIGEST_BYTES)),
             )
         )
-    outcome = _outcome(run, report)
+    outcome = _outcome(run, "done", report)
     state.count("moved_bytes" if op.marking is None else "digested_bytes", report.moved_bytes)
-    state.count("digested_bytes", report.digested_bytes)
+    state.count("looked_bytes", max(report.digested_bytes - report.moved_bytes, 0))
     if op.staged is not None and _misses(state, op, op.staged, run):
         run.former = outcome
         return
@@ -229,18 +229,25 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
     _go_on(state, op)
 
 
-def _outcome(run: StageRun, report: JobDone) -> StageOutcome:
+def _outcome(run: StageRun, ended: str, report: JobDone | JobFailed | None) -> StageOutcome:
     """How a stage has gone up to now: its job, and the one before."""
-    former = run.former or StageOutcome(run.stage, "done")
+    outcome = run.former or StageOutcome(run.stage, ended)
+    if report is None:
+        return msgspec.structs.replace(outcome, state=ended)
+    done = isinstance(report, JobDone)
     return StageOutcome(
         run.stage,
-        "done",
-        moved_bytes=former.moved_bytes + report.moved_bytes,
-        digest_s=former.digest_s + report.digest_s,
-        copy_s=former.copy_s + report.copy_s,
-        lane_s=former.lane_s + report.lane_s,
-        digested_bytes=former.digested_bytes + report.digested_bytes,
-        skipped_bytes=report.skipped_bytes,
+        ended,
+        moved_bytes=outcome.moved_bytes + report.moved_bytes,
+        digest_s=outcome.digest_s + report.digest_s,
+        copy_s=outcome.copy_s + report.copy_s,
+        lane_s=outcome.lane_s + report.lane_s,
+        gather_s=outcome.gather_s + report.gather_s,
+        verify_s=outcome.verify_s + report.verify_s,
+        event_s=outcome.event_s + report.event_s,
+        queue_s=outcome.queue_s + report.queue_s,
+        digested_bytes=outcome.digested_bytes + (report.digested_bytes if done else 0),
+        skipped_bytes=report.skipped_bytes if done else 0,
     )
 
 
@@ -295,7 +302,7 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
         report.code,
         report.message,
         rows_undefined=report.rows_undefined,
-        moved_bytes=report.moved_bytes,
+        report=report,
     )
 
 
@@ -351,16 +358,12 @@ def _fail_stage(
     message: str,
     *,
     rows_undefined: tuple[bytes, ...] = (),
-    moved_bytes: int = 0,
+    report: JobFailed | None = None,
 ) -> None:
+    """End a stage without success; its worker's `report` says how far it came, if it could."""
     run.advance("fail")
-    run.outcome = StageOutcome(
-        run.stage,
-        "failed",
-        code,
-        message,
-        rows_undefined=rows_undefined,
-        moved_bytes=moved_bytes + (run.former.moved_bytes if run.former is not None else 0),
+    run.outcome = msgspec.structs.replace(
+        _outcome(run, "failed", report), code=code, message=message, rows_undefined=rows_undefined
     )
     _settle_short(state, op)
     _lower(state, op, run.stage)

@@ -35,7 +35,7 @@ def check_hinted_capture(runner: Runner, case: Case, hinted: Sequence[int], only
         for number, place in zip(copied, places, strict=True):
             assert runner.stored(place) == case.chunk(before, case.spans[number])
         assert done.moved_bytes == sum(case.spans[number].length_bytes for number in copied)
-        assert done.digested_bytes == sum(case.spans[number].length_bytes for number in known)
+        assert done.digested_bytes == sum(case.spans[number].length_bytes for number in numbers)
         assert np.array_equal(runner.memory, before)
         _change_source(runner, case, numbers[0])
 
@@ -79,8 +79,8 @@ def check_resident_restore(  # noqa: PLR0917 - what a test draws
     done = runner.run(msgspec.structs.replace(job, resident_tokens=resident))
     assert isinstance(done, JobDone), done
     assert np.array_equal(runner.memory, case.restored(before, image_of, tokens))
-    assert (done.digested_bytes, done.skipped_bytes) == (looked, skipped)
-    assert done.moved_bytes == all_bytes - skipped
+    assert (done.moved_bytes, done.skipped_bytes) == (all_bytes - skipped, skipped)
+    assert done.digested_bytes == done.moved_bytes + looked
 
 
 def _in_place(case: Case, image_of: Bytes, memory: Bytes, tokens: int, resident: int) -> tuple[int, int, int]:
