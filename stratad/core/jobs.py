@@ -27,7 +27,7 @@ from ipc.messages import (
 )
 from shm.extent import pack_places
 from shm.rows import pack_numbers
-from stratad.core import arenas, blame, journaling, marking
+from stratad.core import arenas, blame, journaling, marking, trace
 from stratad.core.clean_marks import CleanMark, Marking
 from stratad.core.effects import SendTo
 from stratad.core.failures import Refusal
@@ -62,6 +62,7 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     run.job = state.number("job")
     run.job_bytes = op.bytes_to_move(run)
     run.advance("send")
+    run.sent_s = state.now_s
     worker.jobs[run.job] = (op, run.stage)
     worker.job_bytes += run.job_bytes
     stage = state.engines[op.engine_id].stages[run.stage]
@@ -180,6 +181,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
             tuple(report.digests[at : at + DIGEST_BYTES] for at in range(0, count * DIGEST_BYTES, DIGEST_BYTES)),
         )
     run.advance("done")
+    run.done_s = state.now_s
     run.outcome = StageOutcome(
         stage,
         "done",
@@ -283,6 +285,7 @@ def _fail_stage(
 ) -> None:
     """End a stage without success; its worker's `report` says how far it came, if it could."""
     run.advance("fail")
+    run.done_s = state.now_s
     run.outcome = StageOutcome(
         run.stage,
         "failed",
@@ -510,6 +513,7 @@ def fail(state: State, op: Operation, code: str, message: str, *, stage: int = -
     assert not any(run.state in RUNNING for run in op.stages)
     _skip_pending(op)
     op.advance("fail")
+    op.code = code
     state.waiting.pop(op.op_id, None)
     if op.staged is not None:
         state.catalog.discard(op.staged)
@@ -525,7 +529,9 @@ def fail(state: State, op: Operation, code: str, message: str, *, stage: int = -
 
 
 def release(state: State, op: Operation) -> None:
-    """Let go of everything an ended operation held."""
+    """Let go of everything an ended operation held. Its reply is among the effects already."""
+    if state.trace.on:
+        trace.record(state, op)
     for stage in tuple(op.fenced):
         _lower(state, op, stage)
     if op.chunks and op.image is not None:

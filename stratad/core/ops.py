@@ -132,6 +132,8 @@ class StageRun:
     job_bytes: int = 0
     answer: StageDigests | None = None
     outcome: StageOutcome | None = None
+    sent_s: float = 0.0  # when it was sent and answered; 0: never
+    done_s: float = 0.0
 
     def advance(self, event: str) -> None:
         """Make a move of the table.
@@ -188,6 +190,7 @@ class Operation:
     lost: tuple[str, str] | None = None  # code and message: bytes that it counts on are gone
     marking: Marking | None = None
     mark: CleanMark | None = None
+    code: str = ""  # why it failed
 
     def advance(self, event: str) -> None:
         """Make a move of the table.
