@@ -1512,6 +1512,7 @@ class WorkerSpec(Message, frozen=True, tag="fork"):
     identity: bytes = b""
     faults: dict[str, str] = {}
     allow_faults: bool = False
+    huge_pages: bool = False
 
 
 TemplateOrder: TypeAlias = WorkerSpec

@@ -17,8 +17,9 @@ import msgspec
 from ipc.messages import CopyCommand, EventAwaited, JobDone, JobFailed, SourceFree
 from workers.device import Device, DeviceFailure, LaneKind
 from workers.jobs import JobEvent, JobRecord, JobRefused, JobState
-from workers.lanes import JobHooks, Lane, PlannedJob, plan_job
+from workers.lanes import JobHooks, Lane
 from workers.orders import PoolOrders
+from workers.plans import PlannedJob, plan_job
 from workers.pool_book import PoolEntry
 from workers.threads import TaskThread
 

@@ -30,7 +30,8 @@ from tests.unit.workers.shape_checks import (
 from workers.cpu_device import CpuCopier
 from workers.device import CopyTimes, DeviceFailure, LaneKind, SliceWork
 from workers.digest import MLH, XXH3
-from workers.lanes import JobHooks, Lane, plan_job
+from workers.lanes import JobHooks, Lane
+from workers.plans import plan_job
 
 
 def rows_in(packed: tuple[bytes, ...], group: int = 0) -> list[int]:
