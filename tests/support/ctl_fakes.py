@@ -220,7 +220,8 @@ DETAIL = ImageDetail(
 _TRACED_STAGE = TracedStage(
     0, "cpu:0", "done", "", 3000, 2000, 1000, 0.001, 0.0002, 0.0, 0.0003, 0.0004, 0.0005, 0.0006, 0.0007, 0.0008, 0.0009
 )
-_TIMES = {name: (0.001, 0.002, 0.003, 0.004) for name in ("total", *STEPS, "journal")}
+_PERCENTILES: tuple[float, ...] = (0.001, 0.002, 0.003, 0.004)
+_TIMES = dict.fromkeys(("total", *STEPS, "journal"), _PERCENTILES)
 TRACED = Traced(
     7,
     True,
