@@ -21,7 +21,7 @@ from stratad.core.effects import SendTo
 from stratad.core.failures import Refusal
 from stratad.core.ops import Operation, OpKind, OpState, StageRun
 from stratad.core.state import ClientRecord, State, Worker
-from stratad.core.trace_ring import RING_BYTES, OpTrace, StageTrace
+from stratad.core.trace_ring import RING_BYTES, OpTrace, StageTrace, TraceRing
 
 # Percentiles are those of the latest operations: so many are sorted in some milliseconds, in which nobody is served.
 SUMMED_OPS: Final = 1000
@@ -59,24 +59,22 @@ def record(state: State, op: Operation) -> None:
         op.created_s,
         state.now_s,
         ring.take_append_s() if recorded else 0.0,
-        tuple(
-            StageTrace(run.worker, run.job_bytes, ring.sent_s.pop(run.job, run.sent_s), run.done_s, _outcome(run))
-            for run in op.stages
-        ),
+        tuple([_kept(ring, run) for run in op.stages]),
     )
     ring.add(entry)
     if op.client in state.clients:
         ring.await_reply(op.client, op.seq, entry)
 
 
-def _outcome(run: StageRun) -> StageOutcome:
-    """How a stage ended, without what takes room: its message and the rows that it left undefined."""
+def _kept(ring: TraceRing, run: StageRun) -> StageTrace:
+    """What is kept of a stage: not what takes room, its message and the rows that it left undefined."""
+    sent_s = ring.sent_s.pop(run.job, run.sent_s)
     outcome = run.outcome
     if outcome is None:
-        return StageOutcome(run.stage, "untouched")
-    if outcome.message or outcome.rows_undefined:
-        return msgspec.structs.replace(outcome, message="", rows_undefined=())
-    return outcome
+        outcome = StageOutcome(run.stage, "untouched")
+    elif outcome.message or outcome.rows_undefined:
+        outcome = msgspec.structs.replace(outcome, message="", rows_undefined=())
+    return StageTrace(run.worker, run.job_bytes, sent_s, run.done_s, outcome)
 
 
 def switch(state: State, *, on: bool) -> None:
