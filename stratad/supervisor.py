@@ -242,9 +242,9 @@ class Supervisor:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case SendTo():
-                self._workers.send(effect)
                 if self._trace.on and isinstance(effect.command, CopyCommand):
-                    self._trace.note_sent(effect.command.job, time.monotonic())
+                    self._trace.note_sent(effect.command.job, time.monotonic())  # its worker may be faster than we
+                self._workers.send(effect)
             case ReplyTo():
                 self._reply_to(effect.client, effect.message)
                 if self._trace.unanswered:

@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import signal
+import time
 from typing import Final
 
 import msgspec
@@ -253,6 +254,8 @@ class WorkerSide:
                 log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
         elif link.greeted:
             core = self._turn.core
+            if core.state.trace.on:
+                core.state.trace.note_report(time.monotonic())
             try:
                 effects = core.report(worker, link.generation, report, now)
             except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good

@@ -57,7 +57,7 @@ def record(state: State, op: Operation) -> None:
         op.token_count,
         op.code,
         op.created_s,
-        state.now_s,
+        state.heard_s,
         ring.take_append_s() if recorded else 0.0,
         tuple([_kept(ring, run) for run in op.stages]),
     )

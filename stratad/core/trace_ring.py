@@ -1,8 +1,8 @@
 """What is kept of the latest operations: when each of their steps was, in a ring of bounded bytes.
 
 An entry costs as little as can be while operations end; what people read is made of it when they ask. Of the instants
-of one turn of the shell the core knows one: what lies inside of a turn (a command handed over, a record written, a
-reply sent) the shell notes here.
+of one turn of the shell the core knows one: what lies inside of a turn (a command handed over, a report read, a
+record written, a reply sent) the shell notes here.
 """
 
 from collections import deque
@@ -72,6 +72,7 @@ class TraceRing:
     held_bytes: int = 0
     forgotten: int = 0
     sent_s: dict[int, float] = field(default_factory=dict)  # of jobs under way
+    heard_s: float = 0.0
     append_s: float = 0.0
     unanswered: dict[tuple[int, int], OpTrace] = field(default_factory=dict)  # by client and request
 
@@ -103,8 +104,12 @@ class TraceRing:
         self.unanswered[client, seq] = entry
 
     def note_sent(self, job: int, now_s: float) -> None:
-        """A job was handed over to its worker's socket."""
+        """A job is about to be handed over to its worker's socket."""
         self.sent_s[job] = now_s
+
+    def note_report(self, now_s: float) -> None:
+        """The report that the next event is about arrived: perhaps after its turn began, and after the job was sent."""
+        self.heard_s = now_s
 
     def note_append(self, took_s: float) -> None:
         """The record that the next event is about took so long to write."""
