@@ -4,7 +4,6 @@ import functools
 import logging
 import os
 import signal
-import time
 from typing import Final
 
 import msgspec
@@ -254,8 +253,10 @@ class WorkerSide:
                 log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
         elif link.greeted:
             core = self._turn.core
-            if core.state.trace.on:
-                core.state.trace.note_report(time.monotonic())
+            if (
+                core.state.trace.on
+            ):  # it may have come after the turn began, and be the answer to a command of this turn
+                now = self._turn.tell_time()
             try:
                 effects = core.report(worker, link.generation, report, now)
             except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good

@@ -181,7 +181,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
             tuple(report.digests[at : at + DIGEST_BYTES] for at in range(0, count * DIGEST_BYTES, DIGEST_BYTES)),
         )
     run.advance("done")
-    run.done_s = state.heard_s
+    run.done_s = state.now_s
     run.outcome = StageOutcome(
         stage,
         "done",
@@ -285,7 +285,7 @@ def _fail_stage(
 ) -> None:
     """End a stage without success; its worker's `report` says how far it came, if it could."""
     run.advance("fail")
-    run.done_s = state.heard_s
+    run.done_s = state.now_s
     run.outcome = StageOutcome(
         run.stage,
         "failed",

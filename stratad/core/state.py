@@ -332,11 +332,6 @@ class State:
         self.numbers[kind] = self.numbers.get(kind, 0) + 1
         return self.numbers[kind]
 
-    @property
-    def heard_s(self) -> float:
-        """When what is told now arrived: within its turn, where the shell notes that."""
-        return max(self.now_s, self.trace.heard_s)
-
     def count(self, counter: str, by: int = 1) -> None:
         """Add to a counter since start."""
         self.counters[counter] = self.counters.get(counter, 0) + by

@@ -21,7 +21,7 @@ from stratad.core.effects import SendTo
 from stratad.core.failures import Refusal
 from stratad.core.ops import Operation, OpKind, OpState, StageRun
 from stratad.core.state import ClientRecord, State, Worker
-from stratad.core.trace_ring import RING_BYTES, OpTrace, StageTrace, TraceRing
+from stratad.core.trace_ring import RING_BYTES, OpTrace, StageTrace
 
 # Percentiles are those of the latest operations: so many are sorted in some milliseconds, in which nobody is served.
 SUMMED_OPS: Final = 1000
@@ -47,6 +47,13 @@ STEPS: Final = (
 def record(state: State, op: Operation) -> None:
     """An operation has ended, and its reply is on its way out: keep where its time went."""
     ring = state.trace
+    stages: list[StageTrace] = []
+    for run in op.stages:
+        sent_s = ring.sent_s.pop(run.job, run.sent_s)
+        outcome = run.outcome
+        if outcome is None or outcome.state != "done":
+            outcome = _without_bulk(run)
+        stages.append((run.worker, run.job_bytes, sent_s, run.done_s, outcome))
     recorded = op.state is OpState.PUBLISHED and op.kind is not OpKind.SLOT_TO
     entry = OpTrace(
         op.op_id,
@@ -57,24 +64,20 @@ def record(state: State, op: Operation) -> None:
         op.token_count,
         op.code,
         op.created_s,
-        state.heard_s,
+        state.now_s,
         ring.take_append_s() if recorded else 0.0,
-        tuple([_kept(ring, run) for run in op.stages]),
+        tuple(stages),
     )
     ring.add(entry)
     if op.client in state.clients:
         ring.await_reply(op.client, op.seq, entry)
 
 
-def _kept(ring: TraceRing, run: StageRun) -> StageTrace:
-    """What is kept of a stage: not what takes room, its message and the rows that it left undefined."""
-    sent_s = ring.sent_s.pop(run.job, run.sent_s)
-    outcome = run.outcome
-    if outcome is None:
-        outcome = StageOutcome(run.stage, "untouched")
-    elif outcome.message or outcome.rows_undefined:
-        outcome = msgspec.structs.replace(outcome, message="", rows_undefined=())
-    return StageTrace(run.worker, run.job_bytes, sent_s, run.done_s, outcome)
+def _without_bulk(run: StageRun) -> StageOutcome:
+    """How a stage ended, without its message and the rows that it left undefined."""
+    if run.outcome is None:
+        return StageOutcome(run.stage, "untouched")
+    return msgspec.structs.replace(run.outcome, message="", rows_undefined=())
 
 
 def switch(state: State, *, on: bool) -> None:
@@ -164,19 +167,20 @@ def traced_op(entry: OpTrace, ahead_s: float) -> TracedOp:
 
 
 def _stage(entry: OpTrace, stage: StageTrace) -> TracedStage:
-    outcome, sent = stage.outcome, stage.sent_s > 0.0
-    done_s = stage.done_s if sent else entry.replied_s
+    worker, asked_bytes, sent_s, answered_s, outcome = stage
+    sent = sent_s > 0.0
+    done_s = answered_s if sent else entry.replied_s
     at_worker_s = outcome.event_s + outcome.queue_s + outcome.lane_s
     return TracedStage(
         outcome.stage,
-        stage.worker,
+        worker,
         outcome.state,
         outcome.code,
-        stage.asked_bytes,
+        asked_bytes,
         outcome.moved_bytes,
         outcome.digested_bytes,
-        queue_s=(stage.sent_s if sent else entry.replied_s) - entry.created_s,
-        way_s=max(done_s - stage.sent_s - at_worker_s, 0.0) if sent else 0.0,
+        queue_s=(sent_s if sent else entry.replied_s) - entry.created_s,
+        way_s=max(done_s - sent_s - at_worker_s, 0.0) if sent else 0.0,
         event_s=outcome.event_s,
         turn_s=outcome.queue_s,
         digest_s=outcome.digest_s - outcome.verify_s,
@@ -197,14 +201,19 @@ def _kinds(entries: Iterable[OpTrace]) -> Iterator[TraceKind]:
         by_kind.setdefault(entry.kind, []).append(entry)
     for kind, found in sorted(by_kind.items()):
         well = [entry for entry in found if not entry.code]
-        last = [_stage(entry, max(entry.stages, key=lambda stage: stage.done_s)) for entry in well]
+        last = [_stage(entry, max(entry.stages, key=_answered_s)) for entry in well]
         times = {"total": percentiles([entry.total_s for entry in well])}
         for step in STEPS:
             times[step] = percentiles([getattr(stage, f"{step}_s") for stage in last])
         times["journal"] = percentiles([entry.journal_s for entry in well])
-        moved = sum(stage.outcome.moved_bytes for entry in found for stage in entry.stages)
-        digested = sum(stage.outcome.digested_bytes for entry in found for stage in entry.stages)
+        outcomes = [outcome for entry in found for *_, outcome in entry.stages]
+        moved = sum(outcome.moved_bytes for outcome in outcomes)
+        digested = sum(outcome.digested_bytes for outcome in outcomes)
         yield TraceKind(kind, len(well), len(found) - len(well), moved, digested, times if well else {})
+
+
+def _answered_s(stage: StageTrace) -> float:
+    return stage[3]
 
 
 def percentiles(values: list[float]) -> tuple[float, ...]:

@@ -1,13 +1,12 @@
 """What is kept of the latest operations: when each of their steps was, in a ring of bounded bytes.
 
-An entry costs as little as can be while operations end; what people read is made of it when they ask. Of the instants
-of one turn of the shell the core knows one: what lies inside of a turn (a command handed over, a report read, a
-record written, a reply sent) the shell notes here.
+An entry costs as little as can be while operations end; what people read is made of it when they ask. What the shell
+does after an event (hand a command over, write a record, send a reply) the core does not see: the shell notes it here.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 from ipc.messages import StageOutcome
 
@@ -21,20 +20,16 @@ CHARACTER_BYTES: Final = 4
 UNANSWERED_LIMIT: Final = 256
 
 
-class StageTrace(NamedTuple):
-    """One stage. `sent_s` and `done_s` are monotonic (0: never); the worker's own times are in its outcome."""
-
-    worker: str
-    asked_bytes: int
-    sent_s: float
-    done_s: float
-    outcome: StageOutcome
+# One stage: its worker, the bytes asked of it, when its job was sent and when that was answered (monotonic; 0: never),
+# and its outcome, which has the worker's own times.
+StageTrace: TypeAlias = tuple[str, int, float, float, StageOutcome]
 
 
 @dataclass(slots=True, eq=False)
 class OpTrace:
     """One operation that has ended, with `code` if it failed. Instants are monotonic; `replied_s` is its end until the
-    shell has sent the reply. `journal_s` of the time from its last stage to the reply went into its record.
+    shell has sent the reply. `journal_s` of the time from its last stage to the reply went into its record. It takes
+    `held_bytes`.
     """
 
     op_id: int
@@ -48,16 +43,15 @@ class OpTrace:
     replied_s: float
     journal_s: float
     stages: tuple[StageTrace, ...]
+    held_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.held_bytes = OP_BYTES + CHARACTER_BYTES * len(self.conversation) + STAGE_BYTES * len(self.stages)
 
     @property
     def total_s(self) -> float:
         """From the turn in which it was taken in to its reply."""
         return self.replied_s - self.created_s
-
-    @property
-    def held_bytes(self) -> int:
-        """What this entry takes."""
-        return OP_BYTES + CHARACTER_BYTES * len(self.conversation) + STAGE_BYTES * len(self.stages)
 
 
 @dataclass(slots=True)
@@ -72,7 +66,6 @@ class TraceRing:
     held_bytes: int = 0
     forgotten: int = 0
     sent_s: dict[int, float] = field(default_factory=dict)  # of jobs under way
-    heard_s: float = 0.0
     append_s: float = 0.0
     unanswered: dict[tuple[int, int], OpTrace] = field(default_factory=dict)  # by client and request
 
@@ -106,10 +99,6 @@ class TraceRing:
     def note_sent(self, job: int, now_s: float) -> None:
         """A job is about to be handed over to its worker's socket."""
         self.sent_s[job] = now_s
-
-    def note_report(self, now_s: float) -> None:
-        """The report that the next event is about arrived: perhaps after its turn began, and after the job was sent."""
-        self.heard_s = now_s
 
     def note_append(self, took_s: float) -> None:
         """The record that the next event is about took so long to write."""

@@ -26,7 +26,7 @@ from ipc.messages import (
 )
 from stratad.core.effects import SendTo
 from stratad.core.trace import LIST_LIMIT, STEPS, percentiles
-from stratad.core.trace_ring import OP_BYTES, RING_BYTES, STAGE_BYTES, UNANSWERED_LIMIT, OpTrace, StageTrace, TraceRing
+from stratad.core.trace_ring import OP_BYTES, RING_BYTES, STAGE_BYTES, UNANSWERED_LIMIT, OpTrace, TraceRing
 from tests.support.core_harness import MIB, ROW_BYTES, Harness
 
 MakeCore = Callable[..., Harness]
@@ -156,7 +156,7 @@ def test_a_failed_operation_has_its_code_and_the_times_of_what_was_done(core: Ha
     assert (op.code, first.state, first.code, second.state) == ("source_changed", "failed", "source_changed", "done")
     assert (first.digest_s, first.verify_s, first.rest_s, first.turn_s, first.way_s) == (0.5, 0.25, 0.25, 0.5, 0.5)
     assert first.moved_bytes == 5
-    kept = core.core.state.trace.entries[0].stages[0].outcome
+    kept = core.core.state.trace.entries[0].stages[0][-1]
     assert (kept.message, kept.rows_undefined) == ("", ()), "these may be as large as a frame"
     (kind,) = ask(core).kinds
     assert (kind.count, kind.failed, kind.times) == (0, 1, {})
@@ -302,7 +302,7 @@ def entry(stages: int, conversation: str, at: float, code: str = "") -> OpTrace:
         )
         for n in range(stages)
     ]
-    traces = tuple(StageTrace("cpu:0", n + 10**7, at + n / 3, at + n / 5, one) for n, one in enumerate(done))
+    traces = tuple(("cpu:0", n + 10**7, at + n / 3, at + n / 5, one) for n, one in enumerate(done))
     return OpTrace(int(at), "capture", "ns", conversation, 1, 600, code, at, at + 0.1, at / 9, traces)
 
 
