@@ -21,7 +21,7 @@ _MS: Final = 1000.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this command."""
     parser.add_argument(
-        "switch", nargs="?", choices=("on", "off"), default="", metavar="on|off", help="begin anew, or end it (admins)"
+        "switch", nargs="?", choices=("on", "off"), metavar="on|off", help="begin anew, or end it (admins)"
     )
     parser.add_argument(
         "--last", type=values.operations, default=20, metavar="N", help="how many operations to list (default: 20)"
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", default="", metavar="KIND", help="only of this kind: capture, restore, take, ...")
 
 
-def trace(client: DaemonClient, switch: str, *, last: int, slowest: bool, op: str) -> Answer:
+def trace(client: DaemonClient, switch: str | None, *, last: int, slowest: bool, op: str) -> Answer:
     """Switch it, or tell what it holds. Raises what the client raises."""
-    if switch:
+    if switch is not None:
         return describe(client.set_trace(on=switch == "on"))
     return describe(client.trace(limit=last, op=op, slowest=slowest))
 
