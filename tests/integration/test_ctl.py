@@ -288,3 +288,16 @@ def test_the_trace_is_switched_on_and_off_in_a_daemon_that_runs(daemon: DaemonPr
     people = ctl(daemon, "trace", "--slowest", "--op", "capture").stdout
     assert "capture  chat" in people
     assert "restore" not in people
+
+
+def test_reports_that_come_together_have_each_its_own_instant(client: Client) -> None:
+    """Eight small jobs of one worker: the supervisor reads the reports of several in one turn."""
+    client.set_trace(on=True)
+    with CpuEngine.register(client, ["cpu:0"] * 8, tokens=TOKENS, row_bytes=16, slots=1) as engine:
+        for number in range(20):
+            tokens = token_ids(TOKENS, number)
+            engine.engine.capture(f"chat {number}", tokens, rows=engine.rows[0], slot=0).result()
+    ops = client.trace(op="capture").ops
+    assert len(ops) == 20
+    for op in ops:
+        assert len({stage.publish_s for stage in op.stages}) == 8
