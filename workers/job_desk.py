@@ -115,6 +115,7 @@ class JobDesk:
         self._done = 0
         self._failed = 0
         self._stopping = False
+        self._exact = False
         self._lanes: dict[LaneKind, _LaneState] = {}
         for kind in LaneKind:
             lane = Lane(
@@ -137,11 +138,17 @@ class JobDesk:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Jobs under way, and totals since the start."""
-        return {"jobs": len(self._jobs), "jobs_done": self._done, "jobs_failed": self._failed}
+        """Jobs under way, totals since the start, and whether times are taken on the device."""
+        return {
+            "jobs": len(self._jobs),
+            "jobs_done": self._done,
+            "jobs_failed": self._failed,
+            "exact_times": int(self._exact),
+        }
 
     def measure(self, *, exact: bool) -> None:
         """How exactly the times of copies are taken from now on."""
+        self._exact = exact
         for state in self._lanes.values():
             state.lane.measure(exact=exact)
 
@@ -250,7 +257,7 @@ class JobDesk:
     def _dispatch(self, active: ActiveJob) -> None:
         state = self._lanes[active.plan.lane]
         active.record.apply(JobEvent.START)
-        if not state.handed_over and active.plan.moved_bytes <= self._inline_bytes:
+        if not state.handed_over and active.plan.work_bytes <= self._inline_bytes:
             self._finish(active, state.lane.run(active.plan, JobHooks(lambda: False, lambda: None)))
         else:
             self._hand_over(state, active)

@@ -7,6 +7,8 @@ private staging and verified whole before any byte of it reaches a row. A copy f
 its source and in staging, then written. While one slice is copied the next one has begun (see `workers.device`), so a
 job has at most two slices under way. When another job is next (see `workers.fair_queue`), those are completed first:
 all that is under way on a lane belongs to one job, and so does whatever fails there.
+
+What may be there already (see `PlannedJob.look`) is digested first, all of it, where it lies.
 """
 
 import logging
@@ -20,8 +22,8 @@ import msgspec
 from ipc.messages import JobDone, JobFailed
 from workers.device import ChunkDamaged, Copier, CopyTimes, DeviceFailure, LaneKind, SliceWork, SourceDiffers
 from workers.fair_queue import FairQueue
-from workers.jobs import JobRefused, rows_needed
-from workers.plans import PlannedJob
+from workers.jobs import JobRefused
+from workers.plans import PlannedJob, bytes_of
 from workers.rowmap import RowMap
 
 _log: Final = logging.getLogger(__name__)
@@ -101,7 +103,7 @@ class Lane:
         """Have `serve` run a job in the name of an engine. `ended` gets its report, on that thread."""
         run = _Run(self._copier, plan, hooks, ended)
         with self._lock:
-            self._queue.add(run, engine, small=plan.moved_bytes <= self._small_bytes)
+            self._queue.add(run, engine, small=plan.work_bytes <= self._small_bytes)
             self._waiting[plan.job] = run
 
     def withdraw(self, job: int) -> bool:
@@ -170,7 +172,8 @@ class Lane:
 
 
 class _Run:
-    """One job on its way, a slice at a time. `scattered` counts the slices that may have been written to rows.
+    """One job on its way, a slice at a time: those of its look, if it has one, then those that are copied. `scattered`
+    counts the latter that may have been written to rows; the bytes are those of the slices that are done.
 
     A slice is begun before the one before it is completed, in the copier's two slots; `rest` completes what was begun,
     so that another job may use both.
@@ -188,24 +191,19 @@ class _Run:
         self._copier = copier
         self._plan = plan
         self._hooks = hooks
+        self._looking = plan.look is not None
+        self._steps = plan.look if plan.look is not None else plan  # whose slices are taken now
         self._begun = 0
         self._completed = 0
         self._scattered = 0
         self._moved_bytes = 0
+        self._looked_bytes = 0
+        self._skipped_bytes = 0
         self._digests: list[bytes] = []
+        self._look: dict[int, bytes] = {}  # digests by chunk
         self._lane_s = 0.0
         self._times = CopyTimes(0.0, 0.0)
         self._since: tuple[float, CopyTimes] | None = None  # since when its turn lasts
-        self._begin, self._complete = self._way()
-
-    def _way(self) -> "tuple[Callable[[int, SliceWork], None], Callable[[_Run, int], None]]":
-        """How its slices are begun and completed. Not as methods of its own: what holds itself is kept for long."""
-        copier, plan = self._copier, self._plan
-        if plan.lane is LaneKind.RESTORE:
-            return copier.begin_restore, _Run._complete_restore
-        if plan.digests_only:
-            return copier.begin_digest, _Run._complete_digest
-        return copier.begin_capture, _Run._complete_copy if plan.written else _Run._complete_capture
 
     def advance(self) -> JobDone | JobFailed | None:
         """Complete one slice more and begin the one behind it; the report once the job has ended."""
@@ -224,7 +222,9 @@ class _Run:
             self._since = time.monotonic(), self._copier.times
         try:
             step()
-            if self._completed < len(self._plan.slices):
+            if self._looking and self._completed == len(self._steps.slices):
+                self._has_looked()
+            if self._looking or self._completed < len(self._steps.slices):
                 return None
             self._finish()
         except Exception as exc:  # noqa: BLE001 - the lane must go on, and the job must get its report
@@ -242,47 +242,74 @@ class _Run:
     def _one_slice(self) -> None:
         if self._hooks.stopped():
             raise _Stopped
-        count = len(self._plan.slices)
+        count = len(self._steps.slices)
         while self._begun < min(self._completed + 2, count) and not self._at_group_end():
-            self._begin(self._begun % 2, self._plan.slice_work(self._begun))
+            self._begin(self._begun % 2, self._steps.slice_work(self._begun))
             self._begun += 1
         if self._completed < count:
             self._next_slice()
 
     def _at_group_end(self) -> bool:
         """Whether the last slice that was begun ends a group: that is waited for before the next group begins."""
-        return self._begun > self._completed and self._begun - 1 in self._plan.group_ends
+        return self._begun > self._completed and self._begun - 1 in self._steps.group_ends
 
     def _what_was_begun(self) -> None:
         while self._completed < self._begun:
             self._next_slice()
 
+    def _begin(self, slot: int, work: SliceWork) -> None:
+        if self._steps.digests_only:
+            self._copier.begin_digest(slot, work)
+        elif self._plan.lane is LaneKind.RESTORE:
+            self._copier.begin_restore(slot, work)
+        else:
+            self._copier.begin_capture(slot, work)
+
     def _next_slice(self) -> None:
-        number = self._completed
-        self._complete(self, number)
+        number, steps = self._completed, self._steps
+        self._complete(number)
         self._completed += 1
-        first, count = self._plan.slices[number]
-        self._moved_bytes += sum(chunk.span.length_bytes for chunk in self._plan.chunks[first : first + count])
-        if number in self._plan.group_ends:
+        first, count = steps.slices[number]
+        size_bytes = bytes_of(steps.chunks[first : first + count])
+        if self._looking:
+            self._looked_bytes += size_bytes
+        else:
+            self._moved_bytes += size_bytes
+        if number in steps.group_ends:
             self._copier.drain()
-            self._hooks.group_done(self._plan.group_ends[number])
+            self._hooks.group_done(steps.group_ends[number])
 
-    def _complete_capture(self, number: int) -> None:
-        self._digests.extend(self._copier.complete_capture(number % 2))
+    def _complete(self, number: int) -> None:
+        copier, plan, slot = self._copier, self._plan, number % 2
+        if self._steps.digests_only:
+            self._digests.extend(copier.complete_digest(slot))
+        elif plan.lane is LaneKind.RESTORE:
+            copier.verify_restore(slot)
+            # Counted before the first byte is written: a scatter that fails halfway has touched its rows.
+            self._scattered = number + 1
+            copier.scatter_restore(slot)
+        elif plan.written:
+            # Counted before it is written, as in a restore; a slice that was found changed is counted for nothing.
+            self._scattered = number + 1
+            copier.complete_copy(slot, plan.slice_work(number, written=True))
+        else:
+            self._digests.extend(copier.complete_capture(slot))
 
-    def _complete_digest(self, number: int) -> None:
-        self._digests.extend(self._copier.complete_digest(number % 2))
-
-    def _complete_copy(self, number: int) -> None:
-        # Counted before it is written, as in a restore; a slice that was found changed is counted for nothing.
-        self._scattered = number + 1
-        self._copier.complete_copy(number % 2, self._plan.slice_work(number, written=True))
-
-    def _complete_restore(self, number: int) -> None:
-        self._copier.verify_restore(number % 2)
-        # Counted before the first byte is written: a scatter that fails halfway has touched its rows.
-        self._scattered = number + 1
-        self._copier.scatter_restore(number % 2)
+    def _has_looked(self) -> None:
+        """The look is digested: go on with what is to be copied, but for what a restore has found in its rows."""
+        plan = self._plan
+        numbers = (chunk.number for chunk in self._steps.chunks)
+        self._look = dict(zip(numbers, self._digests, strict=True))
+        if plan.lane is LaneKind.RESTORE:
+            missing = [chunk for chunk in plan.chunks if self._look.get(chunk.number) != chunk.digest]
+            self._plan = plan.of(missing, plan.limits)
+            self._skipped_bytes = plan.moved_bytes - self._plan.moved_bytes
+        self._steps, self._digests = self._plan, []
+        self._looking = False
+        self._begun = self._completed = 0
+        for group in plan.group_ends.values():
+            if group not in self._plan.group_ends.values():
+                self._hooks.group_done(group)
 
     def _finish(self) -> None:
         plan = self._plan
@@ -292,15 +319,19 @@ class _Run:
         self._copier.drain()
 
     def _done(self) -> JobDone:
-        plan = self._plan
+        plan, digests = self._plan, self._digests
+        if self._look and plan.lane is LaneKind.CAPTURE:
+            copied = zip((chunk.number for chunk in plan.chunks), digests, strict=True)
+            digests = [digest for _, digest in sorted({**self._look, **dict(copied)}.items())]
         return JobDone(
             plan.job,
-            plan.moved_bytes,
+            self._moved_bytes,
             0.0,
             0.0,
-            b"".join(self._digests),
-            algorithm=plan.algorithm if self._digests or plan.digests_only else "",
-            digested_bytes=plan.moved_bytes,
+            b"".join(digests),
+            algorithm=plan.algorithm if digests or plan.digests_only else "",
+            digested_bytes=self._moved_bytes + self._looked_bytes,
+            skipped_bytes=self._skipped_bytes,
         )
 
     def _failure(self, error: Exception) -> JobFailed:
@@ -325,14 +356,12 @@ class _Run:
     def failed(self, code: str, message: str, *, chunk: int = -1, sticky: bool = False) -> JobFailed:
         """The report of a failure, with every row that may have been written."""
         plan = self._plan
-        chunks = plan.chunks[: sum(count for _, count in plan.slices[: self._scattered])]
-        needed = rows_needed(chunks, len(plan.written))
         return JobFailed(
             plan.job,
             code,
             message,
             chunk=chunk,
-            rows_undefined=_packed(plan.written, needed),
+            rows_undefined=plan.rows_touched(self._scattered),
             sticky=sticky,
             moved_bytes=self._moved_bytes,
         )
@@ -346,7 +375,7 @@ class _Run:
             plan.job,
             code,
             message,
-            rows_undefined=_packed(plan.written, [rows.count for rows in plan.written]),
+            rows_undefined=_packed(plan.written),
             sticky=sticky,
             moved_bytes=self._moved_bytes,
         )
@@ -379,7 +408,7 @@ class _Run:
         )
 
 
-def _packed(rows: Sequence[RowMap], counts: Sequence[int]) -> tuple[bytes, ...]:
-    """The first rows of each group's list, or nothing where no group has any."""
-    packed = tuple(group.packed_prefix(count) for group, count in zip(rows, counts, strict=True))
+def _packed(rows: Sequence[RowMap]) -> tuple[bytes, ...]:
+    """All rows of each group's list, or nothing where no group has any."""
+    packed = tuple(group.packed_between(0, group.count) for group in rows)
     return packed if any(packed) else ()
