@@ -48,7 +48,9 @@ class CopySource(Protocol):
         ...
 
     def refill(self, number: int, *, alike: bool = True) -> None:
-        """Make all bytes unlike those of any round before, and remember them; `alike`: the last slot's like the first's."""
+        """Make all bytes unlike those of any round before, and remember them; `alike`: the last slot's are the same as
+        the first's.
+        """
         ...
 
     def capture(self, conversation: str) -> Captured:
