@@ -2,7 +2,7 @@
 follow its layer is an error.
 """
 
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def test_layers_lie_on_the_devices_and_everything_follows_them() -> None:
     model = random_model("tiny", 1, torch.float32)
     spread_layers(model, [META, CPU])
-    decoder = model.base_model
+    decoder: Any = model.base_model
     assert [next(layer.parameters()).device for layer in decoder.layers] == [META, META, CPU, CPU]
     assert model.device == META
     cache = DynamicCache(config=model.config)
@@ -37,12 +37,12 @@ def test_a_cache_keeps_each_layers_tensors_where_the_layer_lies() -> None:
         raise StopAsyncIteration
 
     # Nothing can come back from `meta`: the model is stopped where the last layer is done.
-    layers = model.base_model.layers
-    layers[-1].register_forward_hook(stop, prepend=True)
-    cache = DynamicCache(config=model.config)
+    decoder: Any = model.base_model
+    decoder.layers[-1].register_forward_hook(stop, prepend=True)
+    cache: Any = DynamicCache(config=model.config)
     with torch.inference_mode(), pytest.raises(StopAsyncIteration):
         forward(model, [1, 2, 3], cache)
-    assert [cast(torch.Tensor, layer.keys).device for layer in cache.layers] == [CPU, CPU, META, META]
+    assert [layer.keys.device for layer in cache.layers] == [CPU, CPU, META, META]
     assert last[0].device == META
 
 
@@ -60,6 +60,7 @@ def test_what_cannot_be_split_is_refused() -> None:
     model = random_model("tiny", 1, torch.float32)
     with pytest.raises(ModelError, match="4 layers cannot be split over 5 devices"):
         spread_layers(model, [CPU] * 5)
-    model.base_model.layers = torch.nn.Sequential(*model.base_model.layers)
+    decoder: Any = model.base_model
+    decoder.layers = torch.nn.Sequential(*decoder.layers)
     with pytest.raises(ModelError, match="no list of layers"):
         spread_layers(model, [CPU] * 2)
