@@ -30,6 +30,8 @@ PLANES: Final = 4
 ROW_BYTES: Final = 4096
 SIZES: Final = ("small", "medium")
 _SOURCE, _TARGET, _SLOTS = 0, 1, 2
+# So many conversations' tokens take turns: what is captured is never known from the capture before.
+_VARIANTS: Final = 8
 _PR_SET_PDEATHSIG: Final = 1
 _CONNECT_S: Final = 60.0
 _DEADLINE_S: Final = 30.0
@@ -49,13 +51,17 @@ class IsolateEngine:
         self._shape: Final = Shape(_SLOTS, most, PLANES, ROW_BYTES, self._client.welcome.chunk_tokens)
         self._memory: Final[Memory] = allocate(chosen.device, self._shape)
         self._contents: Final = self._shape.contents(chosen.seed, 0)
-        self._ids: Final = {size: token_ids(tokens, chosen.seed) for size, tokens in self._tokens.items()}
+        self._ids: Final = {
+            size: [token_ids(tokens, 1000 * number + variant) for variant in range(_VARIANTS)]
+            for number, (size, tokens) in enumerate(self._tokens.items())
+        }
         for plane, offset in enumerate(self._shape.parts(_SOURCE)):
             self._memory.write(offset, self._part(plane, most))
         self._namespace: Final = f"isolate-{chosen.seed}"
         pools = [self._memory.pool]
         self._engine: Final[Engine] = self._client.register("isolate", self._namespace, FINGERPRINT, pools)
         self._epoch = 0
+        self._captures = 0
         for size in SIZES:
             self._capture(size)
 
@@ -90,7 +96,9 @@ class IsolateEngine:
     def _capture(self, size: str) -> None:
         rows = self._rows(size, _SOURCE)
         name = f"{size}-{self._epoch}"
-        self._engine.capture(name, self._ids[size], rows=rows, slot=_SOURCE, deadline_s=_DEADLINE_S).result()
+        self._captures += 1
+        ids = self._ids[size][self._captures // len(SIZES) % _VARIANTS]
+        self._engine.capture(name, ids, rows=rows, slot=_SOURCE, deadline_s=_DEADLINE_S).result()
 
     def _restore(self, size: str) -> None:
         rows = self._rows(size, _TARGET)

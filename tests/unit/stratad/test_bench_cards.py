@@ -6,8 +6,9 @@ import pytest
 
 from stratad.bench import links
 from stratad.bench.cards import Cards, choose_cards
-from stratad.bench.isolate import CALM, KILLS
+from stratad.bench.isolate import CALM, KILLS, _Bench
 from stratad.bench.isolate import _ratios as isolate_ratios
+from stratad.bench.isolate_wire import Loss, Worked
 from stratad.bench.links import BOTH, CAPTURE, CpuLinks, rates, survey
 from stratad.bench.report import Row
 from stratad.ctl.output import CommandError
@@ -121,3 +122,15 @@ def test_the_worst_of_the_others_counts_and_the_victim_does_not() -> None:
     assert ratios["others_p99_over_calm"] == 1.5
     assert ratios["others_p50_over_calm"] == 1.0
     assert (ratios["others_lost"], ratios["victim_lost"], ratios["kills"]) == (2, 9, 3)
+
+
+def test_an_engine_that_met_other_bytes_ends_the_benchmark() -> None:
+    bench = _Bench(None, (), Cards(("cpu:0",)), 0, 0.0)  # type: ignore[arg-type]
+    loss = Loss("capture small", "worker_died", 2, "why")
+    worked = Worked({"capture small": [0.1]}, [loss], exact=True)
+    latency, lost = bench._rows(KILLS, "cpu:0", worked)
+    assert (latency["n"], latency["lost"], latency["max_ms"]) == (1, 2, 100.0)
+    assert (lost["what"], lost["count"], lost["code"]) == ("lost", 2, "worker_died")
+    with pytest.raises(CommandError) as caught:
+        bench._rows(KILLS, "cpu:0", Worked({}, [], exact=False))
+    assert caught.value.code == "damaged"

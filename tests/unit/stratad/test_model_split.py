@@ -44,6 +44,15 @@ def test_a_cache_keeps_each_layers_tensors_where_the_layer_lies() -> None:
         forward(model, [1, 2, 3], cache)
     assert [layer.keys.device for layer in cache.layers] == [CPU, CPU, META, META]
     assert last[0].device == META
+    with torch.inference_mode(), pytest.raises(StopAsyncIteration):
+        forward(model, [1], cache)
+
+
+def test_what_the_last_layer_gives_goes_back_to_the_first_device() -> None:
+    model = random_model("tiny", 1, torch.float32)
+    spread_layers(model, [CPU, META])
+    with torch.inference_mode(), pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        forward(model, [1, 2, 3], DynamicCache(config=model.config))
 
 
 def test_on_one_kind_of_device_nothing_changes() -> None:
