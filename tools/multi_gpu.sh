@@ -7,7 +7,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
 
-needed='import msgpack, msgspec, numpy, posix_ipc, psutil, pytest, torch, transformers, xxhash, zmq'
+# Steps that need more (pytest, transformers) say so if it is not there.
+needed='import msgpack, msgspec, numpy, posix_ipc, psutil, torch, xxhash, zmq'
 python=${PYTHON:-python3}
 if [ -x "$venv/bin/python" ] && "$venv/bin/python" -c "$needed" >/dev/null 2>&1; then
   python=$venv/bin/python

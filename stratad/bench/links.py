@@ -31,14 +31,14 @@ class Links(Protocol):
     """Plain copies between the cards and memory near them."""
 
     def seconds(self, cards: Sequence[int], way: str) -> list[float]:
-        """One copy a chosen card and direction, all at once: the seconds of each card, by its own clock, and, last,
+        """`size_bytes` a chosen card and direction, all at once: the seconds of each card, by its own clock, and, last,
         those of all together by the host's.
         """
         ...
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of one copy."""
+        """Bytes that are copied at a time on each card, in each direction."""
         ...
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ _CPU_FORM: Final = PlaneForm(1, 16 * 1024)
 # 32 layers, K and V, 8 heads of 128 in bf16: 128 KiB a token over all stages.
 _MODEL_PLANES: Final = 64
 _MODEL_TOKEN_BYTES: Final = 2048
-_MODEL_TOKENS: Final = 100_000
+_MODEL_TOKENS: Final = 391 * 256  # whole chunks
 _LINK_BYTES: Final = 512 * _MIB
 # One image, as it is dropped before the next: and each stage's chunks leave some room in its shuttles.
 _BUDGET_IMAGES: Final = 1.125
