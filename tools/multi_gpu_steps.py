@@ -84,8 +84,9 @@ def plan(cards: int, *, dry: bool) -> list[Step]:
                 bench("stages", "--cards", count, *stages_size, limit_s=170, label=f"stages-{fewer}"),
             ]
     steps += _tests("tests-others", _OTHER_TESTS, 300, dry=dry)
-    soak_command = [sys.executable, "-P", str(soak), "--seconds", "300", "--json"]
-    steps.append(Step("soak", soak_command, 330, "" if soak.is_file() else "there is no tools/soak.py yet"))
+    soak_command = [sys.executable, "-P", str(soak), "--ops", "200" if dry else "20000", "--json"]
+    no_soak = "" if soak.is_file() else "there is no tools/soak.py yet"
+    steps.append(Step("soak", soak_command, 330, no_soak, figures=lambda _, report: _soak(report)))
     return steps
 
 
@@ -170,6 +171,10 @@ def _links(report: Any) -> dict[str, Any]:
 def _demo_figures(_text: str, report: Any) -> dict[str, Any]:
     keys = "device stages tokens image_bytes prefill_s capture_s restore_s engine_killed continuation_identical "
     return {key: report[key] for key in [*keys.split(), "cache_identical", "logits_identical"]}
+
+
+def _soak(report: Any) -> dict[str, Any]:
+    return {key: report[key] for key in ("ops", "evictions", "mismatches", "accounting_exact", "verdict")}
 
 
 def _cells(_text: str, report: Any) -> dict[str, Any]:

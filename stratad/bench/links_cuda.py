@@ -10,7 +10,6 @@ from stratad import topology
 from stratad.bench.cards import Cards
 from stratad.bench.links import BOTH, CAPTURE, WAYS, near
 
-
 # One after another: the host's clock, which times all cards together, then sees little of its own calls.
 _COPIES: Final = 4
 
