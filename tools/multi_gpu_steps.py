@@ -56,6 +56,7 @@ def plan(cards: int, *, dry: bool) -> list[Step]:
     stages_size = ["--stage-mib", "8"] if dry else ["--tokens", str(fitting_tokens(cards))]
     links = [sys.executable, "-P", "-m", "stratad.bench.links", "--device", device, "--cards", every, "--json"]
     delta = "" if _has_bench("delta") else "there is no `stratactl bench delta` in this build"
+    delta_size = ["--tokens", "6400", "--planes", "2", "--conversations", "4", "--prefix-tokens", "1024"] if dry else []
     soak = CHECKOUT / "tools/soak.py"
     steps = [
         Step("doctor", [*ctl, "doctor", "--json"], 90, codes=DOCTOR_CODES, figures=_topology),
@@ -72,7 +73,7 @@ def plan(cards: int, *, dry: bool) -> list[Step]:
         Step("fault-matrix", [*ctl, "fault-matrix", *_matrix(cards, dry=dry), "--json"], 150, figures=_cells),
         *_tests("tests-cards", _CARD_TESTS, 240, dry=dry),
         bench("recover", "--images", "0" if not dry else "8", "--kills", "2", limit_s=90),
-        bench("delta", limit_s=150, why_not=delta),
+        bench("delta", *delta_size, limit_s=150, why_not=delta),
     ]  # fmt: skip
     for fewer in (1, 2):
         if fewer < cards:

@@ -67,6 +67,24 @@ class CpuSource(CopyEngine):
         for pool in self._pools:
             np.frombuffer(pool.buffer, np.uint8).reshape(self._shape.axes)[:, rows] = 0
 
+    def rewrite(self, first_token: int, number: int) -> None:
+        """See `CopySource`."""
+        generator, rows = np.random.default_rng(number), self._shape.rows_from(first_token)
+        for pool, expected in zip(self._pools, self._expected, strict=True):
+            for plane, held in zip(
+                expected.reshape(self._shape.axes),
+                np.frombuffer(pool.buffer, np.uint8).reshape(self._shape.axes),
+                strict=True,
+            ):
+                plane[rows] = generator.integers(0, 256, (len(rows), plane.shape[1]), np.uint8)
+                held[rows] = plane[rows]
+
+    def wipe_from(self, first_token: int) -> None:
+        """See `CopySource`."""
+        rows = self._shape.rows_from(first_token)
+        for pool in self._pools:
+            np.frombuffer(pool.buffer, np.uint8).reshape(self._shape.axes)[:, rows] = 0
+
     def is_exact(self) -> bool:
         """Compare every byte."""
         return all(

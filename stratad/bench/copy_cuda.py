@@ -95,6 +95,28 @@ class CudaSource(CopyEngine):
                 plane[rows[str(pool.device)]] = 0
         _synchronize(self._cards)
 
+    def rewrite(self, first_token: int, number: int) -> None:
+        """See `CopySource`."""
+        torch.manual_seed(number)
+        numbers = self._shape.rows_from(first_token)
+        for pool, expected in zip(self._pools, self._expected, strict=True):
+            rows = torch.tensor(numbers, device=pool.device)
+            planes, held = expected.view(self._shape.axes).unbind(), pool.view(self._shape.axes).unbind()
+            for plane, into in zip(planes, held, strict=True):
+                size = (len(numbers), plane.shape[1])
+                plane[rows] = torch.randint(0, 256, size, dtype=torch.uint8, device=pool.device)
+                into[rows] = plane[rows]
+        _synchronize(self._cards)
+
+    def wipe_from(self, first_token: int) -> None:
+        """See `CopySource`."""
+        numbers = self._shape.rows_from(first_token)
+        for pool in self._pools:
+            rows = torch.tensor(numbers, device=pool.device)
+            for plane in pool.view(self._shape.axes).unbind():
+                plane[rows] = 0
+        _synchronize(self._cards)
+
     def is_exact(self) -> bool:
         """Compare every byte on the GPU."""
         pairs = zip(self._pools, self._expected, strict=True)

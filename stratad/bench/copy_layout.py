@@ -56,6 +56,10 @@ class CopyShape:
         """A slot's rows one by one, in token order."""
         return [row for first, count in self.slot_rows[slot] for row in range(first, first + count)]
 
+    def rows_from(self, token: int) -> list[int]:
+        """The first slot's rows from that of a token on, one by one."""
+        return self.row_numbers(0)[token // self.layout.groups[0].tokens_per_row :]
+
 
 def copy_shape(
     layout: str, slot_bytes: int, chunk_tokens: int, slots: int = 1, form: PlaneForm = USUAL_FORM

@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeVar
 
 from ipc.messages import Captured, Copied, Restored
 from stratad.bench.cards import Cards, add_cards_argument, chosen_cards
-from stratad.bench.copy_layout import USUAL_FORM, PlaneForm
+from stratad.bench.copy_layout import PLANES, USUAL_FORM, PlaneForm
 from stratad.bench.daemon import PrivateDaemon
 from stratad.bench.progress import Progress
 from stratad.bench.report import Report, Row, column, worst_low
@@ -67,6 +67,27 @@ class CopySource(Protocol):
 
     def begin_restore(self, conversation: str, slot: int = -1) -> Ticket[Restored]:
         """Start to restore over a slot (-1: the last)."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a slot."""
+        ...
+
+    def capture_tokens(self, conversation: str, tokens: bytes) -> Captured:
+        """Capture the first slot's first rows as what these (packed) tokens have, and wait for the image."""
+        ...
+
+    def restore_first(self, conversation: str, resident_tokens: int = 0) -> Restored:
+        """Restore over the first slot, which may still hold so many tokens, and wait for verified rows."""
+        ...
+
+    def rewrite(self, first_token: int, number: int) -> None:
+        """Other bytes in the first slot from a token on (which begins a row), to be remembered in place of those."""
+        ...
+
+    def wipe_from(self, first_token: int) -> None:
+        """Zero the first slot from a token on (which begins a row), and wait until that is done."""
         ...
 
     def slot_direct(self) -> Copied:
@@ -187,12 +208,12 @@ def first_gpu() -> str:
 
 
 @contextmanager
-def open_source(
-    client: Client, layout: str, stages: int, slot_bytes: int, slots: int, *, on_cuda: bool
+def open_source(  # noqa: PLR0917 - one call makes an engine
+    client: Client, layout: str, stages: int, slot_bytes: int, slots: int, planes: int = PLANES, *, on_cuda: bool
 ) -> Iterator[CopySource]:
-    """An engine of the asked kind on its first device."""
+    """An engine of the asked kind on the first device, with so many planes a stage."""
     cards = Cards(("cuda:0",), (first_gpu(),)) if on_cuda else Cards(("cpu:0",))
-    with open_on(client, layout, stages, slot_bytes, slots, cards=cards) as source:
+    with open_on(client, layout, stages, slot_bytes, slots, cards=cards, form=PlaneForm(planes)) as source:
         yield source
 
 
