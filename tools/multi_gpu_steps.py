@@ -84,7 +84,7 @@ def plan(cards: int, *, dry: bool) -> list[Step]:
                 bench("slots", "--cards", count, "--image-mib", small["slots"], limit_s=90, label=f"slots-{fewer}"),
                 bench("stages", "--cards", count, *stages_size, limit_s=170, label=f"stages-{fewer}"),
             ]
-    steps += _tests("tests-others", _OTHER_TESTS, 300, dry=dry)
+    steps += _tests("tests-others", _other_tests(), 300, dry=dry)
     soak_command = [sys.executable, "-P", str(soak), "--ops", "200" if dry else "20000", "--json"]
     no_soak = "" if soak.is_file() else "there is no tools/soak.py yet"
     steps.append(Step("soak", soak_command, 330, no_soak, figures=lambda _, report: _soak(report)))
@@ -92,10 +92,11 @@ def plan(cards: int, *, dry: bool) -> list[Step]:
 
 
 _CARD_TESTS = ("test_cards_gpu", "test_shapes_gpu", "test_slot_faults_gpu", "test_rescue_gpu", "test_client_gpu")
-_OTHER_TESTS = (
-    "test_cuda_device", "test_bench_gpu", "test_demo_gpu", "test_cache_kinds_gpu", "test_exchange_gpu",
-    "test_fault_matrix_gpu", "test_other_users_gpu",
-)  # fmt: skip
+
+
+def _other_tests() -> list[str]:
+    """The other files of GPU tests."""
+    return sorted({path.stem for path in (CHECKOUT / "tests/gpu").glob("test_*.py")} - set(_CARD_TESTS))
 
 
 def _tests(name: str, modules: Sequence[str], limit_s: float, *, dry: bool) -> list[Step]:

@@ -24,7 +24,7 @@ from stratad.bench.daemon import PrivateDaemon
 from stratad.bench.engine_wire import Bye, Quit
 from stratad.bench.isolate_engine import PLANES, ROW_BYTES
 from stratad.bench.isolate_wire import Answer, Begun, Work, Worked
-from stratad.bench.line_process import LineProcess, start_process
+from stratad.bench.line_process import EngineError, LineProcess, start_process
 from stratad.bench.progress import Progress
 from stratad.bench.report import Report, Row, column, latency_fields, worst_high
 from stratad.client import Client
@@ -76,7 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report:
-    """Run all rounds. Raises `CommandError`, `EngineError` and what the client raises."""
+    """Run all rounds. Raises `CommandError` and what the client raises."""
+    try:
+        return _run(args, progress)
+    except EngineError as exc:
+        raise CommandError(ExitCode.FAILED, exc.code, exc.message, "see the lines above") from exc
+
+
+def _run(args: argparse.Namespace, progress: Progress) -> Report:
     on_cuda = wants_cuda(args)
     cards = chosen_cards("4" if args.cards == "all" and not on_cuda else args.cards, on_cuda=on_cuda)
     victim = _victim(args, cards)

@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from stratad.bench.cards import choose_cards
+from stratad.ctl.bench import MIN_ROUNDS
+from stratad.ctl.connection import DaemonClient, Target
+from stratad.ctl.main import build_parser
 from tests.support.wait import wait_until
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -100,6 +104,41 @@ def test_what_pytest_says_is_counted(tool: Any) -> None:
     )
     found = sys.modules["multi_gpu_steps"].counted(text)
     assert found == {"failed": 1, "passed": 117, "skipped": 2, "failures": ["FAILED tests/gpu/test_a.py::test_b"]}
+
+
+@pytest.mark.parametrize("dry", [True, False])
+@pytest.mark.parametrize("cards", [1, 4])
+def test_every_command_is_one_that_is_taken(tool: Any, cards: int, dry: bool) -> None:
+    steps = sys.modules["multi_gpu_steps"].plan(cards, dry=dry)
+    assert len({step.name for step in steps}) == len(steps)
+    for found in steps:
+        if "stratad.ctl" in found.command:
+            words = found.command[found.command.index("stratad.ctl") + 1 :]
+            args = build_parser(_nobody).parse_args(words)
+            assert args.json
+            assert getattr(args, "rounds", MIN_ROUNDS) >= MIN_ROUNDS
+            if isinstance(getattr(args, "cards", None), str):  # of a benchmark
+                assert choose_cards(args.cards, None if dry else Gpus()).devices
+    several = [step.name for step in steps if step.why_not == "one card only"]
+    assert several == ([] if cards > 1 else ["stages", "isolate"])
+
+
+def _nobody(_target: Target) -> DaemonClient:
+    raise AssertionError("nothing is asked of a daemon here")
+
+
+class Gpus:
+    def count(self) -> int:
+        return 4
+
+    def uuid(self, index: int) -> str:
+        return f"GPU-{index}"
+
+
+def test_every_file_of_gpu_tests_is_run(tool: Any) -> None:
+    steps = sys.modules["multi_gpu_steps"].plan(4, dry=False)
+    run = [Path(word).name for step in steps for word in step.command if word.startswith("tests/gpu/")]
+    assert sorted(run) == sorted(path.name for path in (TOOLS.parent / "tests/gpu").glob("test_*.py"))
 
 
 def _result(simulated: bool, **figures: dict[str, Any]) -> dict[str, Any]:
