@@ -218,7 +218,7 @@ def _listen(config: Config, paths: SocketPaths, access: Access) -> Endpoints:
         log.warning("some who are allowed cannot get to the sockets", extra=fields(why=barred))
     limit = config.limits.max_message_bytes
     return Endpoints(
-        RouterServer.bind(paths.client, max_message_bytes=limit, reach=plan.client),
+        RouterServer.bind(paths.client, max_message_bytes=limit, reach=plan.client, tell_arrivals=True),
         # Ours alone: whoever came first under a worker's identity would lock the real one out.
         RouterServer.bind(paths.worker, max_message_bytes=limit, reach=OWNER_REACH),
         LifelineServer.listen(paths.life, plan.life),
