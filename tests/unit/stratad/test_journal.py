@@ -19,6 +19,7 @@ from stratad.journal import (
     ForeignJournal,
     Journal,
     JournalError,
+    is_written,
     journal_path,
     parse,
     read_journal,
@@ -169,6 +170,18 @@ def test_superseded_records_are_left_behind_while_it_is_written(instance: str) -
     assert journal_path(instance).stat().st_size == journal.file_bytes
     journal.close()
     assert [path.name for path in MOUNT.glob(f"stratad.{instance}.*")] == [f"stratad.{instance}.journal"]
+
+
+def test_whether_somebody_writes_it_can_be_told(instance: str) -> None:
+    assert not is_written(instance)
+    journal = Journal(instance, ())
+    assert not is_written(instance)
+    journal.open()
+    assert is_written(instance)
+    journal.write_anew(())
+    assert is_written(instance)
+    journal.close()
+    assert not is_written(instance)
 
 
 def test_a_compaction_copies_in_bounded_steps(instance: str) -> None:
