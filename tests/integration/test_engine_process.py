@@ -48,7 +48,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 def test_the_current_directory_is_not_searched_for_our_packages(engine: EngineProcess) -> None:
     folder = Path(psutil.Process(engine.pid).cwd())
     assert (folder / "shm" / "__init__.py").exists()
-    assert engine.call(Encode("", "a?", 2), Encoded, CALL_S).tokens
+    assert engine.call(Encode("some words. ", "a?", 20), Encoded, CALL_S).tokens
 
 
 def test_a_conversation_is_read_and_goes_on(engine: EngineProcess) -> None:
