@@ -90,6 +90,22 @@ def test_slices_that_are_only_digested_are_larger() -> None:
         assert plan.work_bytes == plan.moved_bytes + plan.look.moved_bytes
 
 
+@pytest.mark.usefixtures("clean")
+def test_looks_take_no_staging(runtime: GpuRuntime) -> None:
+    layout = slot_layout(planes=2, row_bytes=64 * 1024, rows=64, chunk_tokens=4)
+    case = Case(layout, layout.end_bytes, 32, (), (tuple(range(32)), ()), (tuple(range(32, 64)), ()), (32,))
+    with CaseGpu(runtime, case, 1) as gpu:
+        before = gpu.cuda.resources()
+        done = gpu.run(case.digest_job(range(8)))
+        hinted = msgspec.structs.replace(case.capture_job([]), hinted=pack_numbers(range(8)))
+        looked = gpu.run(hinted)
+        assert isinstance(done, JobDone)
+        assert isinstance(looked, JobDone)
+        assert looked.digests == done.digests
+        assert len(gpu.plan(hinted).look.slices) == 1  # type: ignore[union-attr]
+        assert gpu.cuda.resources() == before
+
+
 def test_of_another_algorithm_nothing_is_looked_for() -> None:
     with rig_of(CASE, 1) as rig:
         job = CASE.restore_job(rig.places(24), bytes(6 * 16), 24, MLH)
