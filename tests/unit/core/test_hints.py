@@ -26,6 +26,7 @@ from ipc.messages import (
 from shm.extent import GRANULE_BYTES, unpack_places
 from shm.rows import unpack_numbers
 from stratad.core.images import Draft, Hints, Image
+from stratad.core.memory_tracks import MemorySettings
 from stratad.core.ops import StageState
 from tests.support.core_harness import MIB, Harness, layout
 
@@ -189,8 +190,11 @@ def test_without_verified_reuse_everything_is_copied(make_core: MakeCore, reuse:
     assert used_granules(core) == 2 * (4 + 4 + 2) + 2 * (4 + 4 + 4 + 3) - shared
 
 
+@pytest.mark.parametrize("dropped", ["a", "b"])
 @pytest.mark.parametrize("reuse", ["off", "verified"])
-def test_images_that_share_nothing_are_adopted_and_end_one_by_one(make_core: MakeCore, reuse: str) -> None:
+def test_images_that_share_nothing_are_adopted_and_end_one_by_one(
+    make_core: MakeCore, reuse: str, dropped: str
+) -> None:
     core = started(make_core, reuse="off")
     engine = core.register()
     captured(core, engine, "a")
@@ -201,7 +205,7 @@ def test_images_that_share_nothing_are_adopted_and_end_one_by_one(make_core: Mak
     assert used_granules(heir) == 2 * 2 * (4 + 4 + 2)
     heir.core.validate()
     heir.connect()
-    heir.ask(1, Drop(heir.next_seq(), "ns", "b"))
+    heir.ask(1, Drop(heir.next_seq(), "ns", dropped))
     assert used_granules(heir) == 2 * (4 + 4 + 2)
     heir.core.validate()
     captured(heir, heir.register(), "c")
@@ -371,7 +375,7 @@ def test_stages_that_end_meanwhile_do_not_end_the_capture(make_core: MakeCore) -
 @pytest.fixture
 def waiting(make_core: MakeCore) -> tuple[Harness, int]:
     """A capture whose one stage has missed two chunks and waits for a shuttle."""
-    core = started(make_core)
+    core = started(make_core, memory=MemorySettings(sample_s=1e6))
     engine = core.register(stages=1)
     captured(core, engine)
     core.make_shuttles = False
@@ -480,18 +484,26 @@ def test_a_lost_shuttle_with_hinted_chunks_ends_the_capture(make_core: MakeCore)
     assert core.failure(1, seq).code == "worker_died"
 
 
-def test_what_waits_does_not_count_on_a_shuttle_that_is_lost(make_core: MakeCore) -> None:
-    core = started(make_core, arena_bytes=2 * MIB)
-    engine = core.register()
-    captured(core, engine)
+@pytest.mark.parametrize("looked", [True, False])
+def test_what_waits_does_not_count_on_a_shuttle_that_is_lost(make_core: MakeCore, *, looked: bool) -> None:
+    core = started(make_core)
+    engine = core.register(stages=1)
+    for number in range(3):  # shuttle 0 is full
+        captured(core, engine, f"filler {number}", range(5000 + number, 5600 + number))
+    image = captured(core, engine)
+    assert {extent.shuttle for chunk in image.chunks() for extent in chunk.place.extents} == {1}
+    for number in range(3):
+        core.ask(1, Drop(core.next_seq(), "ns", f"filler {number}"))
     core.worker_gone("cpu:0")
     core.make_shuttles = False
     core.tick(1.0)
+    core.report("cpu:0", ShuttleReady(0, False, 0.0))
     seq = core.capture(engine, "b", LONGER)
-    core.report("cpu:0", ShuttleFailed(0, "missing", "there is no segment", 1, 0))
+    if not looked:  # it was not asked about while shuttle 1 was there
+        (op,) = core.core.state.ops.values()
+        op.forget_hints()
+    core.report("cpu:0", ShuttleFailed(1, "missing", "there is no segment", 1, 0))
     core.core.validate()
-    order = [command for command in core.sent["cpu:0"] if isinstance(command, MakeShuttle)][-1]
-    core.report("cpu:0", ShuttleReady(order.index, False, 0.0))
     assert job(core).hinted == b""
     core.finish_all()
     assert isinstance(core.final(1, seq), Captured)
