@@ -299,6 +299,67 @@ class FaultInfo(msgspec.Struct, frozen=True):
     worker: str
 
 
+class TracedStage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the time of one stage of an operation went; the steps, in this order, add up to the operation's time.
+
+    It waited `queue_s` until its job was with its worker. `way_s` were the messages between supervisor and worker. The
+    worker waited `event_s` for the engine's event and `turn_s` for its lane; there `digest_s` went into digests of rows
+    where they lie, `gather_s` into moving bytes between rows and staging, `link_s` over the link, `verify_s` into
+    proving what was moved, and `rest_s` into the rest. `publish_s` passed from its end to the reply. Of `asked_bytes`
+    the job moved some and digested some.
+    """
+
+    stage: int
+    worker: str
+    state: str
+    code: str = ""
+    asked_bytes: int = 0
+    moved_bytes: int = 0
+    digested_bytes: int = 0
+    queue_s: float = 0.0
+    way_s: float = 0.0
+    event_s: float = 0.0
+    turn_s: float = 0.0
+    digest_s: float = 0.0
+    gather_s: float = 0.0
+    link_s: float = 0.0
+    verify_s: float = 0.0
+    rest_s: float = 0.0
+    publish_s: float = 0.0
+
+
+class TracedOp(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One operation that has ended: it came at `began_unix_s`, and `total_s` later its reply was sent. Writing its
+    record took `journal_s` of that. `code` says why it failed (empty: it did not).
+    """
+
+    op_id: int
+    kind: str
+    namespace: str
+    conversation: str
+    engine_id: int
+    tokens: int
+    code: str = ""
+    began_unix_s: float = 0.0
+    total_s: float = 0.0
+    journal_s: float = 0.0
+    stages: tuple[TracedStage, ...] = ()
+
+
+class TraceKind(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Operations of one kind: `count` ended well, `failed` did not. `times` holds four seconds by step (`total`, those
+    of a `TracedStage` without ``_s``, and `journal`): p50, p90, p99 and the most, of those that ended well; of their
+    stages the one that was done last counts.
+    """
+
+    kind: str
+    count: int
+    failed: int
+    moved_bytes: int
+    digested_bytes: int
+    times: dict[str, tuple[float, ...]] = {}
+
+
 class MemoryArena(msgspec.Struct, frozen=True):
     """The arena of one worker: bytes of its shuttles, and of their granules in use and free."""
 
@@ -702,6 +763,26 @@ class Cancel(Message, frozen=True, tag="cancel"):
     target_seq: int
 
 
+class Trace(Message, frozen=True, tag="trace"):
+    """Up to `limit` of the operations that the trace keeps, of namespaces that the caller may see: the latest, or with
+    `slowest` those that took longest; with `op` only those of this kind. Answer: `Traced`.
+    """
+
+    seq: int
+    limit: int = 20
+    op: str = ""
+    slowest: bool = False
+
+
+class SetTrace(Message, frozen=True, tag="set_trace"):
+    """Switch the trace on, which empties it, or off, which keeps what there is. For admins. Answer: `Traced`, without
+    operations.
+    """
+
+    seq: int
+    on: bool
+
+
 class FaultArm(Message, frozen=True, tag="fault_arm"):
     """Arm one fault: copy number `at` from now (1: the next slice) of operation `op` in stage `stage` fails in the way
     of `kind`. Answer: `Faults` with this one.
@@ -771,6 +852,8 @@ Request: TypeAlias = (
     | ListImages
     | Show
     | Cancel
+    | Trace
+    | SetTrace
     | FaultArm
     | FaultList
     | FaultDisarm
@@ -983,6 +1066,23 @@ class MemoryReply(Message, frozen=True, tag="memory_reply"):
     journal_bytes: int = 0
 
 
+class Traced(Message, frozen=True, tag="traced"):
+    """Answer to `Trace` and `SetTrace`: whether it is `on` and since when, how many operations are `kept` and how many
+    were `forgotten` since to make room; what it takes and may take; percentiles by kind, of the latest thousand that
+    were asked for; and the operations: the latest last, or the slowest first.
+    """
+
+    seq: int
+    on: bool
+    since_unix_s: float
+    kept: int
+    forgotten: int
+    held_bytes: int
+    bound_bytes: int
+    kinds: tuple[TraceKind, ...]
+    ops: tuple[TracedOp, ...]
+
+
 class Images(Message, frozen=True, tag="images"):
     """Answer to `ListImages`; `more` says that the limit cut it."""
 
@@ -1062,6 +1162,7 @@ Reply: TypeAlias = (
     | Found
     | StatsReply
     | MemoryReply
+    | Traced
     | Images
     | ImageDetail
     | Faults

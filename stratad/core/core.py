@@ -43,6 +43,7 @@ from stratad.core import (
     registration,
     rescue,
     service,
+    trace,
 )
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
@@ -75,6 +76,7 @@ class Core:
         )
         self.state.started_s = self.state.now_s = at.now_s
         self.state.now_unix_s = at.now_unix_s
+        self.state.trace.switch(at.now_s, on=settings.trace)
         for name, device in devices.items():
             arena = Arena()
             self.state.catalog.arenas[name] = arena
@@ -327,6 +329,7 @@ class Core:
             start_s=round(report.start_s, 3),
         )
         memory.worker_ready(state, worker)
+        trace.worker_ready(state, worker)
         arenas.tend(state, worker, self._needed_shuttles(worker))
         registration.worker_ready(state, worker)
 

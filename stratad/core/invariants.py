@@ -34,6 +34,7 @@ def check(state: State) -> None:
     for info in state.faults.values():
         assert state.workers[info.worker].state in HOLDING_JOBS, f"fault {info.fault}"
     memory.validate(state)
+    state.trace.validate(frozenset(run.job for op in state.ops.values() for run in op.stages))
     _check_fences(state)
     for engine in state.engines.values():
         assert engine.ops == sum(1 for op in state.ops.values() if op.engine_id == engine.engine_id)

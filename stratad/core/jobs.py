@@ -27,7 +27,7 @@ from ipc.messages import (
 )
 from shm.extent import pack_places
 from shm.rows import pack_numbers
-from stratad.core import arenas, blame, hints, journaling, marking
+from stratad.core import arenas, blame, hints, journaling, marking, trace
 from stratad.core.clean_marks import CleanMark, Marking
 from stratad.core.effects import SendTo
 from stratad.core.failures import Refusal
@@ -70,6 +70,8 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     run.job = state.number("job")
     run.job_bytes = op.bytes_to_move(run)
     run.advance("send")
+    if run.former is None:
+        run.sent_s = state.now_s
     worker.jobs[run.job] = (op, run.stage)
     worker.job_bytes += run.job_bytes
     stage = state.engines[op.engine_id].stages[run.stage]
@@ -223,6 +225,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
         skipped_bytes = sum(chunk.place.length_bytes for chunk in op.staged.hinted[stage].values())
         outcome = msgspec.structs.replace(outcome, skipped_bytes=skipped_bytes)
     run.advance("done")
+    run.done_s = state.now_s
     run.outcome = outcome
     state.count("skipped_bytes", outcome.skipped_bytes)
     _lower(state, op, stage)
@@ -234,7 +237,7 @@ def _outcome(run: StageRun, ended: str, report: JobDone | JobFailed | None) -> S
     outcome = run.former or StageOutcome(run.stage, ended)
     if report is None:
         return msgspec.structs.replace(outcome, state=ended)
-    done = isinstance(report, JobDone)
+    done = report if isinstance(report, JobDone) else None
     return StageOutcome(
         run.stage,
         ended,
@@ -246,8 +249,8 @@ def _outcome(run: StageRun, ended: str, report: JobDone | JobFailed | None) -> S
         verify_s=outcome.verify_s + report.verify_s,
         event_s=outcome.event_s + report.event_s,
         queue_s=outcome.queue_s + report.queue_s,
-        digested_bytes=outcome.digested_bytes + (report.digested_bytes if done else 0),
-        skipped_bytes=report.skipped_bytes if done else 0,
+        digested_bytes=outcome.digested_bytes + (0 if done is None else done.digested_bytes),
+        skipped_bytes=0 if done is None else done.skipped_bytes,
     )
 
 
@@ -262,6 +265,7 @@ def _misses(state: State, op: Operation, staged: Staged, run: StageRun) -> bool:
     if not run.missed:
         return False
     state.count("chunks_missed", len(run.missed))
+    run.sent_s = state.trace.sent_s.pop(run.job, run.sent_s)  # its time counts from the first job on
     run.advance("miss")
     state.short[op.op_id] = op
     return True
@@ -362,6 +366,7 @@ def _fail_stage(
 ) -> None:
     """End a stage without success; its worker's `report` says how far it came, if it could."""
     run.advance("fail")
+    run.done_s = state.now_s
     run.outcome = msgspec.structs.replace(
         _outcome(run, "failed", report), code=code, message=message, rows_undefined=rows_undefined
     )
@@ -576,6 +581,7 @@ def fail(state: State, op: Operation, code: str, message: str, *, stage: int = -
     assert not any(run.state in ACTIVE for run in op.stages)
     _skip_pending(op)
     op.advance("fail")
+    op.code = code
     state.waiting.pop(op.op_id, None)
     if op.staged is not None:
         state.catalog.discard(op.staged)
@@ -591,7 +597,9 @@ def fail(state: State, op: Operation, code: str, message: str, *, stage: int = -
 
 
 def release(state: State, op: Operation) -> None:
-    """Let go of everything an ended operation held."""
+    """Let go of everything an ended operation held. Its reply is among the effects already."""
+    if state.trace.on:
+        trace.record(state, op)
     for stage in tuple(op.fenced):
         _lower(state, op, stage)
     if op.chunks and op.image is not None:

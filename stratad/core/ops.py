@@ -148,6 +148,8 @@ class StageRun:
     missed: tuple[int, ...] = ()
     former: StageOutcome | None = None
     outcome: StageOutcome | None = None
+    sent_s: float = 0.0  # when it was sent and answered; 0: never
+    done_s: float = 0.0
 
     @property
     def image_bytes(self) -> int:
@@ -223,6 +225,7 @@ class Operation:
     lost: tuple[str, str] | None = None  # code and message: bytes that it counts on are gone
     marking: Marking | None = None
     mark: CleanMark | None = None
+    code: str = ""  # why it failed
 
     def advance(self, event: str) -> None:
         """Make a move of the table.

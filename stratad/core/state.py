@@ -19,6 +19,7 @@ from stratad.core.memory_tracks import MemorySettings, MemoryState
 from stratad.core.ops import Operation
 from stratad.core.puts import Get, Put
 from stratad.core.restarts import RestartPolicy
+from stratad.core.trace_ring import TraceRing
 
 
 class Instant(NamedTuple):
@@ -61,6 +62,7 @@ class Settings:
     reuse: str = "storage"  # or "off" or "verified" (see the configuration)
     admins: frozenset[int] = frozenset()
     allow_faults: bool = False
+    trace: bool = False
     shown: tuple[tuple[str, str], ...] = ()
 
 
@@ -305,6 +307,7 @@ class State:
     faults: dict[int, FaultInfo] = field(default_factory=dict)  # armed, not struck yet
     announced: list[Announced] = field(default_factory=list)
     memory: MemoryState = field(default_factory=MemoryState)
+    trace: TraceRing = field(default_factory=TraceRing)
     owners: dict[str, int] = field(default_factory=dict)
     fingerprint_fields: dict[str, dict[str, str]] = field(default_factory=dict)
     # Appends that are not answered, by serial: what follows a good answer, and a bad one (see `journaling`).

@@ -202,7 +202,7 @@ def stats(state: State, seq: int, client: int, visible: frozenset[str]) -> Stats
         sum(arena.free_granules for arena in catalog.arenas.values()) * GRANULE_BYTES,
         (),
         counters,
-        dict(state.settings.shown),
+        {**dict(state.settings.shown), "copy.trace": str(state.trace.on).lower()},
         memory_view.warnings(state),
         journal_error=state.journal_error,
     )

@@ -45,12 +45,14 @@ from ipc.messages import (
     RestartWorker,
     Restore,
     Restored,
+    SetTrace,
     Show,
     SlotDirect,
     SlotDrop,
     SlotFrom,
     SlotTo,
     Stats,
+    Trace,
     Unregister,
 )
 from shm.rows import pack_numbers
@@ -310,6 +312,8 @@ class SimClient:
             lambda: Lift(seq, "ns", name),
             lambda: RestartWorker(seq, self.rng.choice(engine.devices)),
             lambda: ResetWorker(seq, self.rng.choice(engine.devices), force=self.rng.random() < 0.5),
+            lambda: Trace(seq, slowest=self.rng.random() < 0.3),
+            lambda: SetTrace(seq, self.rng.random() < 0.7),
         ]
         pick = self.rng.randrange(len(kinds))
         if 10 <= pick <= 12 and not self.pending:

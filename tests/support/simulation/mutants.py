@@ -393,6 +393,19 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "        if False:",
         seeds=3000,
     ),
+    # --- the trace ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "what was noted of a job stays when its operation has ended",
+        "stratad.core.trace",
+        "        sent_s = ring.sent_s.pop(run.job, run.sent_s)",
+        "        sent_s = ring.sent_s.get(run.job, run.sent_s)",
+    ),
+    Mutant(
+        "the time before a stage was sent is not told",
+        "stratad.core.trace",
+        "        queue_s=(sent_s if sent else entry.replied_s) - entry.created_s,",
+        "        queue_s=0.0,",
+    ),
     # --- orders of admins, lost segments ------------------------------------------------------------------------------
     Mutant(
         "a capture publishes into an arena that is reset",

@@ -45,6 +45,7 @@ def small_settings(rng: random.Random) -> Settings:
         stuck_s=rng.choice((1.0, 10.0)),
         lease_s=rng.choice((0.5, 2.0, 60.0)),
         memory=MemorySettings(sample_s=5.0 if rng.random() < 0.1 else 1e9, keep=4),
+        trace=rng.random() < 0.3,
     )
 
 

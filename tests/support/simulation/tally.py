@@ -126,6 +126,7 @@ def wanted() -> set[str]:
         "core:skipped_bytes",
     }
     names |= {"request:Lift", "reply:WorkerOrdered", "request:RestartWorker", "request:ResetWorker"}
+    names |= {"request:Trace", "request:SetTrace", "reply:Traced"}
     names |= {"core:images_adopted", "adoption:same pids", "adoption:other pids"}
     names |= {"progress:accepted", "progress:source_free", "reply:WorkersChanged", "reply:Found", "reply:Parts"}
     return names

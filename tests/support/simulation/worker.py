@@ -28,6 +28,7 @@ from ipc.messages import (
     SourceFree,
     StopWorker,
     TakeCensus,
+    TraceCopies,
     WorkerReady,
 )
 from shm.extent import unpack_places
@@ -163,6 +164,8 @@ class SimWorker:
                         job.stop = job.stop or job.message.job == command.job
             case TakeCensus():
                 self.outbox.append(Census(command.census, {"staging_bytes": 1 << 20}))
+            case TraceCopies():
+                pass
             case StopWorker():
                 self.stopping = True
                 for lane in self.lanes.values():
