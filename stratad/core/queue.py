@@ -179,7 +179,8 @@ def _space(state: State, op: Operation) -> str:
     except Refusal as refusal:
         if refusal.code != "no_space" or found is None or found.image is state.catalog.previous(draft):
             raise
-        op.hints, op.need = None, {}  # its image may be what stands in the way
+        op.forget_hints()  # their image may be what stands in the way
+        op.looked = True
         return _space(state, op)
     if obstacle:
         return obstacle
