@@ -81,6 +81,8 @@ class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `state` is ``done``, ``failed`` or ``untouched`` (its job never started). `rows_undefined` are the rows and slots of
     each group whose bytes the operation may have written and that must not be used (empty: none of any group).
+    `moved_bytes` were copied, by the count of the worker's lane, and `skipped_bytes` not, since digests proved them to
+    be there already: stored, or in the rows.
 
     The worker waited `event_s` for the engine's event and `queue_s` for its lane, where the job then was for `lane_s`:
     `digest_s` of it on digests, `verify_s` of these on proving bytes that were copied; and `copy_s` on copies,
@@ -101,6 +103,7 @@ class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     event_s: float = 0.0
     queue_s: float = 0.0
     digested_bytes: int = 0
+    skipped_bytes: int = 0
 
 
 class WorkerProcess(msgspec.Struct, frozen=True):
@@ -446,6 +449,8 @@ class Restore(Message, frozen=True, tag="restore"):
     The image is named by `image_id`, or by `conversation` when that is 0. Where stages have states, the image must have
     a checkpoint at `tokens`, and `rows` name one slot a state group for it. With `take` the image is held until
     `Acknowledge` gives it up. `ordered` says what proves that the rows are no longer read or written by the engine.
+    `resident_tokens`: the rows of so many first tokens may hold the right bytes still, and where digests prove it they
+    are left as they are (only where the daemon's `shuttle.reuse` is ``verified``).
     """
 
     seq: int
@@ -458,6 +463,7 @@ class Restore(Message, frozen=True, tag="restore"):
     tokens: int = -1
     take: bool = False
     deadline_s: float = 30.0
+    resident_tokens: int = 0
 
 
 class SlotDirect(Message, frozen=True, tag="slot_direct"):
@@ -492,7 +498,7 @@ class SlotTo(Message, frozen=True, tag="slot_to"):
 
 class SlotFrom(Message, frozen=True, tag="slot_from"):
     """Second half: restore the transit image of `source_slot` into `rows` of `slot`. With `keep` the transit image
-    stays for further copies; a copy that failed always leaves it.
+    stays for further copies; a copy that failed always leaves it. `resident_tokens` as in `Restore`.
     """
 
     seq: int
@@ -503,6 +509,7 @@ class SlotFrom(Message, frozen=True, tag="slot_from"):
     ordered: str
     keep: bool = False
     deadline_s: float = 30.0
+    resident_tokens: int = 0
 
 
 class SlotDrop(Message, frozen=True, tag="slot_drop"):
@@ -1199,6 +1206,9 @@ class CaptureJob(Message, frozen=True, tag="capture_job"):
     """Copy rows of a pool into places. The chunks are `layout.chunks(tokens, positions)`, in that order, one place
     each. `poll_event` asks the worker to poll the pool's event before it starts. `op` and `stage` say what the job is
     part of, for ordered faults.
+
+    Where `chunks` numbers some (packed, ascending), the job has only those. Those that `hinted` numbers (so packed) are
+    expected to be stored already: they have no place, and are only digested where they lie.
     """
 
     job: int
@@ -1211,6 +1221,8 @@ class CaptureJob(Message, frozen=True, tag="capture_job"):
     event_wait_s: float = 30.0
     op: str = ""
     stage: int = -1
+    hinted: bytes = b""
+    chunks: bytes = b""
 
 
 class RestoreJob(Message, frozen=True, tag="restore_job"):
@@ -1218,6 +1230,7 @@ class RestoreJob(Message, frozen=True, tag="restore_job"):
 
     The chunks are those of the whole image (`image_tokens`, `positions`); only the first `tokens`, and the states at
     that position, are written. `algorithms` names the digest algorithm of each chunk in order, or a single one for all.
+    Chunks within the first `resident_tokens` tokens are digested where they are to go, and skipped if they are there.
     """
 
     job: int
@@ -1233,6 +1246,7 @@ class RestoreJob(Message, frozen=True, tag="restore_job"):
     event_wait_s: float = 30.0
     op: str = ""
     stage: int = -1
+    resident_tokens: int = 0
 
 
 class CopyJob(Message, frozen=True, tag="copy_job"):
@@ -1413,10 +1427,11 @@ class EventAwaited(Message, frozen=True, tag="event_awaited"):
 
 
 class JobDone(Message, frozen=True, tag="job_done"):
-    """A job ended well. `digests` holds those of a capture, or those that were asked for, in chunk order; `lane_s` is
-    the time from its start on the lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on
-    `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool in host memory on a GPU's
-    worker). The other times are those of a `StageOutcome`.
+    """A job ended well; its lane has copied `moved_bytes` (of a `DigestJob`: read), and a restore has left
+    `skipped_bytes` as they are. `digests` holds those of all chunks of a capture, or those that were asked for, in
+    chunk order; `lane_s` is the time from its start on the lane to its end, in which the lane waited `digest_s` and
+    `copy_s` for the device (on `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool
+    in host memory on a GPU's worker). The other times are those of a `StageOutcome`.
     """
 
     job: int
@@ -1431,6 +1446,7 @@ class JobDone(Message, frozen=True, tag="job_done"):
     event_s: float = 0.0
     queue_s: float = 0.0
     digested_bytes: int = 0
+    skipped_bytes: int = 0
 
 
 class JobFailed(Message, frozen=True, tag="job_failed"):

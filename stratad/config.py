@@ -83,7 +83,10 @@ class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShuttleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is reused of the bytes that lie in shuttles already."""
+    """What of the bytes in shuttles is used again. ``off``: every image stores all of its chunks. ``storage``: captures
+    copy all bytes, and equal chunks are stored once. ``verified``: besides, what digests prove to be stored already, or
+    to be in the rows of a restore, is not copied. Tokens alone never prove anything.
+    """
 
     reuse: Literal["off", "storage", "verified"] = "storage"
 

@@ -291,6 +291,7 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
         memory=MemorySettings(
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after
         ),
+        reuse=config.shuttle.reuse,
         admins=access.admins,
         allow_faults=config.testing.allow_faults,
         trace=config.copy.trace,

@@ -249,7 +249,7 @@ class JobDesk:
         state = self._lanes[active.plan.lane]
         if state.running is not None or state.queue:
             state.queue.append(active)
-        elif active.plan.moved_bytes <= self._inline_bytes:
+        elif active.plan.work_bytes <= self._inline_bytes:
             active.record.apply(JobEvent.START)
             active.begun_s = time.monotonic()
             self._finish(active, state.lane.run(active.plan, JobHooks(lambda: False, lambda: None)))

@@ -66,7 +66,13 @@ class Core:
         self, settings: Settings, devices: Mapping[str, str], at: Instant, legacy: adoption.Legacy | None = None
     ) -> None:
         self.state = State(
-            settings, Catalog(settings.budget_bytes, settings.budget_images, _first_id(settings, legacy))
+            settings,
+            Catalog(
+                settings.budget_bytes,
+                settings.budget_images,
+                _first_id(settings, legacy),
+                sharing=settings.reuse != "off",
+            ),
         )
         self.state.started_s = self.state.now_s = at.now_s
         self.state.now_unix_s = at.now_unix_s
@@ -301,7 +307,7 @@ class Core:
                 return self._end()
         if state.closing:
             registration.remove_idle(state)
-        if state.waiting:
+        if state.waiting or state.short:
             queue.pump(state)
         return self._end()
 
@@ -396,6 +402,7 @@ class Core:
             registration.stop(state)
             for op in list(state.waiting.values()):
                 jobs.fail(state, op, "stopping", "the daemon is stopping")
+            queue.pump(state)
             for worker in state.workers.values():
                 if worker.state in (WorkerState.READY, WorkerState.STARTING):
                     state.out.append(SendTo(worker.name, StopWorker()))
@@ -434,7 +441,7 @@ class Core:
         state = self.state
         # Whatever ended an operation: its engine may have been closed, and others may have waited for its end.
         registration.remove_idle(state)
-        while state.let_go and state.waiting:
+        while state.let_go and (state.waiting or state.short):
             queue.pump(state)
             registration.remove_idle(state)
         state.let_go = False

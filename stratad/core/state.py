@@ -59,6 +59,7 @@ class Settings:
     order_s: float = 30.0
     stuck_s: float = 10.0
     memory: MemorySettings = field(default_factory=MemorySettings)
+    reuse: str = "storage"  # or "off" or "verified" (see the configuration)
     admins: frozenset[int] = frozenset()
     allow_faults: bool = False
     trace: bool = False
@@ -297,6 +298,7 @@ class State:
     pools: dict[int, EngineStage] = field(default_factory=dict)
     ops: dict[int, Operation] = field(default_factory=dict)
     waiting: dict[int, Operation] = field(default_factory=dict)  # those of `ops` that have not started, oldest first
+    short: dict[int, Operation] = field(default_factory=dict)  # those that need extents for hints that were wrong
     runs_in_flight: int = 0  # runs of rows of all `ops`
     closing: set[int] = field(default_factory=set)  # engines that go when their last operation ends
     suspects: WeakSet[Suspect] = field(default_factory=WeakSet)  # those whose copies have a worker to themselves

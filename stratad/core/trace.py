@@ -52,7 +52,8 @@ def record(state: State, op: Operation) -> None:
     ring = state.trace
     stages: list[StageTrace] = []
     for run in op.stages:
-        sent_s = ring.sent_s.pop(run.job, run.sent_s)
+        noted_s = ring.sent_s.pop(run.job, run.sent_s)
+        sent_s = noted_s if run.former is None else run.sent_s
         outcome = run.outcome
         if outcome is None or outcome.state != "done":
             outcome = _without_bulk(run)

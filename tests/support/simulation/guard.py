@@ -169,14 +169,22 @@ class Guard:
             check(reply.tokens == asked, f"restored {reply.tokens} tokens, asked for {asked}")
             pending.tokens = list(tokens[: reply.tokens])
         check(all(o.state == "done" for o in reply.stages), "told restored although a stage did not end well")
-        self._check_memory(pending, pending.tokens, "restored")
+        truth = self.audit.truths.get(reply.image_id) if isinstance(request, Restore) else None
+        self._check_memory(pending, pending.tokens, "restored", exactly=not isinstance(request, Restore))
+        for stage, before in enumerate(truth or ()):
+            assert pending.engine is not None
+            assert pending.target is not None
+            first = pending.target.first_row
+            now = pending.engine.pools[stage].rows[0][first : first + reply.tokens]
+            check(now == before[: reply.tokens], f"wrong bytes: slot {pending.target.number} does not hold the image's")
 
     @staticmethod
-    def _check_memory(pending: Pending, tokens: list[int], verb: str) -> None:
+    def _check_memory(pending: Pending, tokens: list[int], verb: str, *, exactly: bool = True) -> None:
         engine, target = pending.engine, pending.target
         assert engine is not None
         assert target is not None
-        check(engine.holds(target, tokens), f"wrong bytes: slot {target.number} does not hold what was {verb}")
+        held = engine.holds(target, tokens, exactly=exactly)
+        check(held, f"wrong bytes: slot {target.number} does not hold what was {verb}")
 
     @staticmethod
     def _check_untouched(reply: Failed, pending: Pending) -> None:
