@@ -306,8 +306,8 @@ class TracedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     worker waited `event_s` for the engine's event and `turn_s` for its lane, where the job then was for `lane_s`. There
     `digest_s` went into digests of rows where they lie, `gather_s` into moving bytes between rows and staging, `link_s`
     over the link, `verify_s` into proving what was moved, and `rest_s` into the rest; on a GPU these overlap, and may
-    be more than `lane_s` in sum. `publish_s` passed from its end to the reply. Of `asked_bytes` the job moved some and
-    digested some.
+    be more than `lane_s` in sum. `publish_s` passed from its end to the reply. Of `asked_bytes` it moved some, skipped
+    some that were there already, and digested some.
     """
 
     stage: int
@@ -316,6 +316,7 @@ class TracedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str = ""
     asked_bytes: int = 0
     moved_bytes: int = 0
+    skipped_bytes: int = 0
     digested_bytes: int = 0
     queue_s: float = 0.0
     way_s: float = 0.0
@@ -358,6 +359,7 @@ class TraceKind(msgspec.Struct, frozen=True, omit_defaults=True):
     count: int
     failed: int
     moved_bytes: int
+    skipped_bytes: int
     digested_bytes: int
     times: dict[str, tuple[float, ...]] = {}
 

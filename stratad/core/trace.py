@@ -57,7 +57,8 @@ def record(state: State, op: Operation) -> None:
         outcome = run.outcome
         if outcome is None or outcome.state != "done":
             outcome = _without_bulk(run)
-        stages.append((run.worker, run.job_bytes, sent_s, run.done_s, outcome))
+        asked_bytes = run.job_bytes if run.former is None else run.image_bytes
+        stages.append((run.worker, asked_bytes, sent_s, run.done_s, outcome))
     recorded = op.state is OpState.PUBLISHED and op.kind is not OpKind.SLOT_TO
     entry = OpTrace(
         op.op_id,
@@ -182,6 +183,7 @@ def _stage(entry: OpTrace, stage: StageTrace) -> TracedStage:
         outcome.code,
         asked_bytes,
         outcome.moved_bytes,
+        outcome.skipped_bytes,
         outcome.digested_bytes,
         queue_s=(sent_s if sent else entry.replied_s) - entry.created_s,
         way_s=max(done_s - sent_s - at_worker_s, 0.0) if sent else 0.0,
@@ -213,8 +215,9 @@ def _kinds(entries: Iterable[OpTrace]) -> Iterator[TraceKind]:
         times["journal"] = percentiles([entry.journal_s for entry in well])
         outcomes = [outcome for entry in found for *_, outcome in entry.stages]
         moved = sum(outcome.moved_bytes for outcome in outcomes)
+        skipped = sum(outcome.skipped_bytes for outcome in outcomes)
         digested = sum(outcome.digested_bytes for outcome in outcomes)
-        yield TraceKind(kind, len(well), len(found) - len(well), moved, digested, times if well else {})
+        yield TraceKind(kind, len(well), len(found) - len(well), moved, skipped, digested, times if well else {})
 
 
 def _answered_s(stage: StageTrace) -> float:

@@ -73,13 +73,13 @@ def _head(reply: Traced) -> str:
 
 
 def _kinds(reply: Traced) -> list[str]:
-    head = ("kind", "well", "failed", "moved", "digested", "of", "total", *STEPS, "journal")
+    head = ("kind", "well", "failed", "moved", "skipped", "digested", "of", "total", *STEPS, "journal")
     return table(head, (row for kind in reply.kinds for row in _kind_rows(kind)))
 
 
 def _kind_rows(kind: TraceKind) -> Iterator[list[str]]:
     first = [kind.kind, str(kind.count), str(kind.failed), human_bytes(kind.moved_bytes)]
-    first.append(human_bytes(kind.digested_bytes))
+    first += map(human_bytes, (kind.skipped_bytes, kind.digested_bytes))
     if not kind.times:
         yield [*first, *("-" for _ in range(len(STEPS) + 3))]
     for number, name in enumerate(PERCENTILES if kind.times else ()):
@@ -87,7 +87,19 @@ def _kind_rows(kind: TraceKind) -> Iterator[list[str]]:
 
 
 def _ops(reply: Traced) -> list[str]:
-    head = ("time (UTC)", "op", "kind", "conversation", "engine", "stage", "worker", "asked", "moved", "digested")
+    head = (
+        "time (UTC)",
+        "op",
+        "kind",
+        "conversation",
+        "engine",
+        "stage",
+        "worker",
+        "asked",
+        "moved",
+        "skipped",
+        "digested",
+    )
     return table((*head, *STEPS, "total", "code"), (_cells(op, stage) for op in reply.ops for stage in op.stages))
 
 
@@ -100,7 +112,7 @@ def _cells(op: TracedOp, stage: TracedStage) -> list[str]:
         str(op.engine_id),
         str(stage.stage),
         stage.worker,
-        *map(human_bytes, (stage.asked_bytes, stage.moved_bytes, stage.digested_bytes)),
+        *map(human_bytes, (stage.asked_bytes, stage.moved_bytes, stage.skipped_bytes, stage.digested_bytes)),
         *(_ms(getattr(stage, f"{step}_s")) for step in STEPS),
         _ms(op.total_s),
         stage.code or (f"({op.code})" if op.code else "-"),

@@ -224,6 +224,7 @@ _TRACED_STAGE = TracedStage(
     "",
     3000,
     2000,
+    500,
     1000,
     0.001,
     0.0002,
@@ -248,8 +249,8 @@ TRACED = Traced(
     2560,
     4 * MIB,
     (
-        TraceKind("capture", 1, 0, 2000, 1000, _TIMES),
-        TraceKind("restore", 0, 1, 0, 0),
+        TraceKind("capture", 1, 0, 2000, 500, 1000, _TIMES),
+        TraceKind("restore", 0, 1, 0, 0, 0),
     ),
     (
         TracedOp(41, "capture", "ns", "a\x1bb", 3, 256, "", 3662.5, 0.0054, 0.0001, (_TRACED_STAGE,)),

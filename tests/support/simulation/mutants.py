@@ -409,8 +409,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "what was noted of a job stays when its operation has ended",
         "stratad.core.trace",
-        "        sent_s = ring.sent_s.pop(run.job, run.sent_s)",
-        "        sent_s = ring.sent_s.get(run.job, run.sent_s)",
+        "        noted_s = ring.sent_s.pop(run.job, run.sent_s)",
+        "        noted_s = ring.sent_s.get(run.job, run.sent_s)",
     ),
     Mutant(
         "the time before a stage was sent is not told",

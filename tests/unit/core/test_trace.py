@@ -175,6 +175,31 @@ def test_what_overlaps_on_the_lane_leaves_no_rest(core: Harness) -> None:
         assert sum(steps(stage).values()) == op.total_s == 4.0
 
 
+def test_a_stage_that_missed_chunks_counts_from_its_first_job_on(make_core: MakeCore) -> None:
+    core = make_core(trace=True, reuse="verified")
+    core.connect()
+    engine = core.register(stages=1)
+    core.capture(engine)
+    core.finish_all()
+    ring = core.core.state.trace
+    core.content = lambda stage, chunk: bytes([stage, chunk, chunk == 1, 9]) * 4  # not what the first capture had
+    core.capture(engine, "a", tuple(range(900)))
+    first = core.jobs("cpu:0")[0].job
+    ring.note_sent(first, core.now_s + 0.25)
+    core.now_s += 2.0
+    core.finish("cpu:0")
+    second = core.jobs("cpu:0")[0].job
+    assert second != first
+    ring.note_sent(second, core.now_s + 0.5)
+    core.now_s += 3.0
+    core.finish("cpu:0")
+    op = ask(core).ops[-1]
+    (stage,) = op.stages
+    assert steps(stage) == dict.fromkeys(STEPS, 0.0) | {"queue": 0.25, "way": 4.75}
+    assert stage.asked_bytes == 900 * ROW_BYTES
+    assert ring.sent_s == {}
+
+
 def test_what_never_started_only_waited(make_core: MakeCore) -> None:
     core = make_core(trace=True, max_ops=1)
     core.connect()
