@@ -206,6 +206,7 @@ class Operation:
     positions: tuple[int, ...] = ()
     points: tuple[int, ...] | None = None
     keep: bool = False
+    layered: bool = False
     source_slot: int = -1
     staged: Staged | None = None
     image: Image | None = None

@@ -76,9 +76,7 @@ def _refuse_dead(state: State, op: Operation, engine: Engine) -> None:
     for run in op.stages:
         worker = state.workers[run.worker]
         if worker.state in UNAVAILABLE:
-            raise Refusal(
-                "worker_unavailable", f"worker {worker.name} is {worker.state.value}: {worker.detail}", stage=run.stage
-            )
+            raise Refusal("worker_unavailable", worker.why_unavailable, stage=run.stage)
         stage = engine.stages[run.stage]
         if stage.state is PoolState.FAILED:
             raise Refusal(stage.code, f"the pool could not be opened again: {stage.message}", stage=run.stage)
