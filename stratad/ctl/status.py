@@ -112,6 +112,7 @@ def _head(stats: StatsReply) -> list[str]:
         f"journal {human_bytes(stats.journal_bytes)}"
         + (f", cannot be written: {stats.journal_error}" if stats.journal_error else ""),
         *copies(stats.settings),
+        *reuse(stats.settings, stats.counters.get("skipped_bytes", 0)),
         *_testing(stats.settings),
         *warning_lines(stats.memory_warnings),
     ]
@@ -127,6 +128,13 @@ def copies(settings: Mapping[str, str]) -> list[str]:
     if settings.get("copy.trace") == "true":
         lines.append("trace: on (see `stratactl trace`)")
     return lines
+
+
+def reuse(settings: Mapping[str, str], skipped_bytes: int) -> list[str]:
+    """What of stored bytes is used again, and what digests have saved so far."""
+    word = settings.get("shuttle.reuse", "")
+    saved = f", {human_bytes(skipped_bytes)} not copied since they were there" if word == "verified" else ""
+    return [f"reuse: {printable(word)}{saved}"] if word else []
 
 
 def _testing(settings: Mapping[str, str]) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 
 from ipc.messages import Captured, Restored
 from stratad.client import Client
+from stratad.ctl.status import reuse
 from stratad.errors import StratadError, UsageError
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import FakeEngine, paged_layout, slot_layout
@@ -166,14 +167,14 @@ def test_resident_tokens_that_cannot_be_are_refused_at_once(client: Client) -> N
     assert caught.value.code == "bad_tokens"
 
 
-@pytest.mark.parametrize(("reuse", "images"), [("off", 2), ("storage", 1)])
-def test_what_is_shared_and_copied_without_verified_reuse(reuse: str, images: int) -> None:
+@pytest.mark.parametrize(("word", "images"), [("off", 2), ("storage", 1)])
+def test_what_is_shared_and_copied_without_verified_reuse(word: str, images: int) -> None:
     with (
-        DaemonProcess("cpu:2", {"shuttle.reuse": reuse}) as daemon,
+        DaemonProcess("cpu:2", {"shuttle.reuse": word}) as daemon,
         daemon.client() as client,
         FakeEngine(client, LAYOUTS) as engine,
     ):
-        assert client.stats().settings["shuttle.reuse"] == reuse
+        assert client.stats().settings["shuttle.reuse"] == word
         engine.capture("a", ROWS, ROWS)
         once = client.stats().published_bytes
         reply = engine.capture("b", ROWS, ROWS)
@@ -181,3 +182,11 @@ def test_what_is_shared_and_copied_without_verified_reuse(reuse: str, images: in
         assert client.stats().published_bytes == images * once
         engine.engine.restore("a", rows=((0, 600),), slot=0, resident_tokens=600).result()
         check(engine, "b", engine.contents(ROWS, 600), 600)
+
+
+def test_status_says_what_is_reused_and_what_that_has_saved() -> None:
+    assert reuse({"shuttle.reuse": "storage"}, 0) == ["reuse: storage"]
+    assert reuse({"shuttle.reuse": "verified"}, 3 << 20) == [
+        "reuse: verified, 3.0 MiB not copied since they were there"
+    ]
+    assert reuse({}, 0) == []
