@@ -304,13 +304,14 @@ class FaultInfo(msgspec.Struct, frozen=True):
 
 
 class TracedStage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the time of one stage of an operation went; the steps, in this order, add up to the operation's time.
+    """Where the time of one stage of an operation went: queue, way, event, turn, lane and publish add up to its time.
 
     It waited `queue_s` until its job was with its worker. `way_s` were the messages between supervisor and worker. The
-    worker waited `event_s` for the engine's event and `turn_s` for its lane; there `digest_s` went into digests of rows
-    where they lie, `gather_s` into moving bytes between rows and staging, `link_s` over the link, `verify_s` into
-    proving what was moved, and `rest_s` into the rest. `publish_s` passed from its end to the reply. Of `asked_bytes`
-    the job moved some and digested some.
+    worker waited `event_s` for the engine's event and `turn_s` for its lane, where the job then was for `lane_s`. There
+    `digest_s` went into digests of rows where they lie, `gather_s` into moving bytes between rows and staging, `link_s`
+    over the link, `verify_s` into proving what was moved, and `rest_s` into the rest; on a GPU these overlap, and may
+    be more than `lane_s` in sum. `publish_s` passed from its end to the reply. Of `asked_bytes` the job moved some and
+    digested some.
     """
 
     stage: int
@@ -324,6 +325,7 @@ class TracedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     way_s: float = 0.0
     event_s: float = 0.0
     turn_s: float = 0.0
+    lane_s: float = 0.0
     digest_s: float = 0.0
     gather_s: float = 0.0
     link_s: float = 0.0

@@ -12,6 +12,7 @@ nothing well before, and the death before it was somebody else's.
 
 from collections.abc import Iterable, Iterator
 
+from stratad.core import journaling
 from stratad.core.failures import Refusal
 from stratad.core.images import Image, Suspect
 from stratad.core.ops import Operation, OpKind
@@ -154,6 +155,7 @@ def _hold_against(state: State, worker: Worker, suspect: Suspect, op: Operation)
     state.suspects.discard(suspect)
     if op.image is not None:
         state.catalog.quarantine(op.image)
+        journaling.record_flags(state, [op.image])
     else:
         suspect.quarantined = True
     state.count("quarantined")
@@ -189,7 +191,9 @@ def lift(state: State, namespace: str, images: Iterable[Image], conversation: st
     """Lift the quarantine of images and, with `sources`, of what engines of the namespace copy as `conversation` ("":
     all that they copy); how many were quarantined.
     """
-    lifted = sum(state.catalog.lift(image) for image in images)
+    served = [image for image in images if state.catalog.lift(image)]
+    journaling.record_flags(state, served)
+    lifted = len(served)
     for engine in state.engines.values():
         if not sources or engine.namespace != namespace:
             continue

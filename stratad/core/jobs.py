@@ -309,7 +309,7 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
         for image in flagged:
             state.count("images_damaged")
             state.log("error", "image damaged", image=image.image_id, stage=stage, chunk=report.chunk)
-        journaling.record_damage(state, flagged)
+        journaling.record_flags(state, flagged)
     _fail_stage(
         state,
         op,

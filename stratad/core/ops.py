@@ -239,6 +239,10 @@ class Operation:
             raise InvalidTransition(f"operation {self.op_id}", self.state.value, event)
         self.state = state
 
+    def forget_hints(self) -> None:
+        """Look for hints again; what it needs is counted anew."""
+        self.hints, self.looked, self.need = None, False, {}
+
     @property
     def captures(self) -> bool:
         """Whether it makes an image, or a piece of one."""

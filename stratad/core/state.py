@@ -172,6 +172,17 @@ class Worker:
         return self.state is WorkerState.READY and self.life.leaving_s == math.inf
 
     @property
+    def why_unavailable(self) -> str:
+        """For people who ask for one of `UNAVAILABLE`, with what would mend it."""
+        text = f"worker {self.name} is {self.state.value}: {self.detail}"
+        if self.state is WorkerState.FAILED:
+            text += (
+                f"; `stratactl worker restart {self.name}` starts it again, or `stratactl worker reset {self.name}` "
+                "with an empty arena"
+            )
+        return text
+
+    @property
     def next_index(self) -> int:
         """The number of the next new shuttle."""
         used = self.sizes.keys() | self.retired

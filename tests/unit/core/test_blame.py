@@ -16,6 +16,7 @@ from ipc.messages import (
     Lift,
     ListImages,
     Lookup,
+    Pin,
     Restored,
     Show,
     Unregister,
@@ -108,6 +109,47 @@ def test_an_admin_lifts_a_quarantine(make_core: MakeCore) -> None:
     core.finish_all()
     assert isinstance(core.final(1, seq), Restored)
     assert core.ask(1, Lift(core.next_seq(), "ns"))[-1] == Done(core.seq, 0)
+
+
+def next_daemon(make_core: MakeCore, core: Harness) -> tuple[Harness, int]:
+    successor = make_core(1, legacy=core.legacy())
+    successor.former_gone("cpu:0")
+    successor.connect()
+    return successor, successor.register(stages=1)
+
+
+def test_a_quarantine_outlives_the_daemon_until_it_is_lifted_or_the_image_is_captured_anew(make_core: MakeCore) -> None:
+    core, engine = one_worker(make_core)
+    for name, first in (("bad", 0), ("good", 5000)):
+        captured(core, engine, name, first)
+    for _ in range(2):
+        die_of(core, restore(core, engine, "bad"))
+    second, engine = next_daemon(make_core, core)
+    assert second.failure(1, restore(second, engine, "bad")).code == "quarantined"
+    assert (is_found(second, engine), is_found(second, engine, 5000)) == (False, True)
+    second.ask(1, Pin(second.next_seq(), "ns", "bad", True))  # is recorded anew
+    third, engine = next_daemon(make_core, second)
+    assert third.failure(1, restore(third, engine, "bad")).code == "quarantined"
+    assert third.ask(1, Lift(third.next_seq(), "ns", "bad"))[-1] == Done(third.seq, 1)
+    fourth, engine = next_daemon(make_core, third)
+    assert is_found(fourth, engine)
+    for _ in range(2):
+        assert die_of(fourth, restore(fourth, engine, "bad")) == "worker_died"
+    captured(fourth, engine, "bad")
+    last, engine = next_daemon(make_core, fourth)
+    assert is_found(last, engine)
+
+
+def test_the_quarantine_of_an_image_that_has_ended_brings_it_not_back(make_core: MakeCore) -> None:
+    """The restore that dies goes on after its image was dropped."""
+    core, engine = one_worker(make_core)
+    captured(core, engine, "bad")
+    die_of(core, restore(core, engine, "bad"))
+    seq = restore(core, engine, "bad")
+    core.ask(1, Drop(core.next_seq(), "ns", "bad"))
+    die_of(core, seq)
+    assert core.core.state.counters["quarantined"] == 1
+    assert core.legacy().journal.images == {}
 
 
 def test_a_success_between_two_deaths_clears_an_image(make_core: MakeCore) -> None:

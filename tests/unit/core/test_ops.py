@@ -494,7 +494,10 @@ def test_a_worker_given_up_refuses_and_the_other_goes_on(make_core: MakeCore) ->
         core.tick(20.0)
         core.worker_gone("cpu:1")
     assert core.core.state.workers["cpu:1"].state.value == "failed"
-    assert core.failure(1, core.capture(both)).code == "worker_unavailable"
+    failure = core.failure(1, core.capture(both))
+    assert failure.code == "worker_unavailable"
+    assert "`stratactl worker restart cpu:1` starts it again" in failure.message
+    assert "`stratactl worker reset cpu:1`" in failure.message
     core.auto = True
     core.capture(one)
     core.finish_all()
