@@ -150,7 +150,9 @@ class PartInfo(msgspec.Struct, frozen=True):
 
 class WorkerInfo(msgspec.Struct, frozen=True):
     """State of one worker as the supervisor sees it. `missing_bytes` of device memory keep it from starting (state
-    ``no_memory``); after `deaths_in_row` deaths in a row it is started again in `starts_in_s`, or was given up.
+    ``no_memory``); after `deaths_in_row` deaths in a row it is started again in `starts_in_s`, or was given up. Of the
+    `wanted_bytes` of shuttles that it is to have now, `mapped_bytes` are ready, and page-locked where it serves a GPU;
+    the others are made and locked one after another in the background.
     """
 
     worker: str
@@ -176,6 +178,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     missing_bytes: int = 0
     deaths_in_row: int = 0
     starts_in_s: float = 0.0
+    mapped_bytes: int = 0
+    wanted_bytes: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

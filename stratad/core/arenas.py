@@ -37,6 +37,19 @@ def tend(state: State, worker: Worker, needed: set[int] | None = None) -> None:
         _make(state, worker, worker.next_index, settings.shuttle_bytes, adopt=False)
 
 
+def wanted_bytes(state: State, worker: Worker) -> int:
+    """Bytes of the shuttles that a worker is to have now: those that it had, the one in the making, and with `prefault`
+    as many as there may be.
+    """
+    settings = state.settings
+    have_bytes = sum(worker.sizes.values())
+    if settings.prefault:
+        room_bytes = max(settings.arena_bytes - have_bytes, 0)
+        return have_bytes + room_bytes // settings.shuttle_bytes * settings.shuttle_bytes
+    makes_new = worker.making is not None and worker.making not in worker.sizes
+    return have_bytes + makes_new * settings.shuttle_bytes
+
+
 def _make(state: State, worker: Worker, index: int, size_bytes: int, *, adopt: bool) -> None:
     worker.making = index
     settings = state.settings

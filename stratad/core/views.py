@@ -11,7 +11,7 @@ from ipc.messages import (
     WorkerInfo,
 )
 from shm.extent import GRANULE_BYTES, pack_places
-from stratad.core import memory_view
+from stratad.core import arenas, memory_view
 from stratad.core.blame import quarantined_sources
 from stratad.core.images import Image
 from stratad.core.leases import leases
@@ -72,9 +72,9 @@ def part_table(image: Image) -> tuple[PartInfo, ...]:
     return tuple(PartInfo(part.name, part.nbytes, part.meta) for part in image.parts or ())
 
 
-def worker_info(worker: Worker, now_s: float) -> WorkerInfo:
+def worker_info(state: State, worker: Worker) -> WorkerInfo:
     """One worker."""
-    ready = worker.ready
+    ready, now_s = worker.ready, state.now_s
     return WorkerInfo(
         worker.name,
         worker.device,
@@ -99,6 +99,8 @@ def worker_info(worker: Worker, now_s: float) -> WorkerInfo:
         missing_bytes=worker.missing_bytes,
         deaths_in_row=worker.deaths_in_row,
         starts_in_s=max(worker.next_start_s - now_s, 0.0) if worker.state in RETRIED else 0.0,
+        mapped_bytes=sum(worker.sizes[index] for index in worker.mapped),
+        wanted_bytes=arenas.wanted_bytes(state, worker),
     )
 
 
@@ -173,7 +175,7 @@ def stats(state: State, seq: int, client: int, visible: frozenset[str]) -> Stats
         state.settings.pid,
         state.now_s - state.started_s,
         health(state),
-        tuple(worker_info(worker, state.now_s) for worker in state.workers.values()),
+        tuple(worker_info(state, worker) for worker in state.workers.values()),
         tuple(
             engine_info(state, engine)
             for engine in state.engines.values()

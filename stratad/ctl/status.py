@@ -193,10 +193,19 @@ def _worker_cells(worker: WorkerInfo) -> tuple[str, ...]:
 
 
 def _note(worker: WorkerInfo) -> str:
-    """Why it does not serve, and when it is tried again."""
+    """Why it does not serve, and when it is tried again; of one that serves, how far its shuttles are."""
     if worker.state in ("dead", "no_memory"):
         return f"{worker.detail}; started again in {worker.starts_in_s:.1f} s"
-    return worker.detail
+    notes = [worker.detail] if worker.detail else []
+    on_gpu = not worker.device.startswith("cpu:")
+    if worker.state == "ready" and worker.mapped_bytes < worker.wanted_bytes:
+        made = "made and page-locked" if on_gpu else "made"
+        progress = f"{human_bytes(worker.mapped_bytes)} of {human_bytes(worker.wanted_bytes)}"
+        notes.append(f"shuttles: {progress} {made}, the rest in the background")
+    pageable_bytes = worker.mapped_bytes - worker.locked_bytes
+    if worker.state == "ready" and on_gpu and pageable_bytes > 0:
+        notes.append(f"{human_bytes(pageable_bytes)} of shuttles are not page-locked: copies there are slow")
+    return "; ".join(notes)
 
 
 def cpu_ranges(cpus: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from stratad.client import Captured, Client, Restored, Ticket
+from stratad.errors import PeerGone
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import FakeEngine, slot_layout
 
@@ -94,3 +95,28 @@ def test_two_huge_restores_of_two_engines_advance_together() -> None:
         whole.result()
         assert ended(client) == ["b", "a"]
         assert [first.contents(range(HUGE), HUGE), second.contents(range(HALF), HALF)] == wanted
+
+
+def test_a_death_is_held_against_the_copy_that_was_under_way_and_not_against_who_waited() -> None:
+    """Both were sent; which of them had begun, only the worker could say."""
+    faults = {"cpu:0#1/restore.copy_kill": "1"}
+    with (
+        DaemonProcess("cpu:1", {**SETTINGS, "cpu_device.link_bytes_per_s": "0"}, faults) as daemon,
+        daemon.client() as client,
+        FakeEngine(client, LAYOUTS) as engine,
+    ):
+        engine.capture("huge", range(HUGE), range(HUGE))
+        engine.capture("small", range(SMALL), range(SMALL))
+        tickets: list[Ticket[Restored]] = []
+        with held(client):
+            for name, rows in (("small", range(SMALL)), ("huge", range(SMALL, SMALL + HUGE))):
+                tickets.append(engine.engine.restore(name, rows=rows, slot=0))
+                client.list_images()
+        for ticket in tickets:
+            with pytest.raises(PeerGone, match="worker_died"):
+                ticket.result()
+        blamed = [line for line in daemon.log.splitlines() if "held against" in line or "suspected" in line]
+        assert len(blamed) == 1
+        images = {image.conversation: image.image_id for image in client.list_images()}
+        assert f"image={images['small']}" in blamed[0]
+        assert "held against" in blamed[0]

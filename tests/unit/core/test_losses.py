@@ -23,7 +23,7 @@ from stratad.core.effects import LogLine, UnlinkSegment
 from stratad.core.losses import SKIP_LIMIT
 from stratad.core.memory_tracks import MemorySettings
 from stratad.core.records import DropRecord, ImageRecord
-from stratad.core.views import health
+from stratad.core.views import health, worker_info
 from tests.support.core_exchange import CoreExchange
 from tests.support.core_harness import MIB, Harness
 
@@ -368,3 +368,30 @@ def test_images_whose_loss_cannot_be_recorded_stay_flagged_and_keep_their_other_
     core.finish_all()
     assert image.image_id not in state.catalog.images
     assert [r.supersedes for r in core.records if isinstance(r, ImageRecord)] == [0, image.image_id]
+
+
+def progress(core: Harness) -> tuple[int, int, int]:
+    info = worker_info(core.core.state, core.core.state.workers["cpu:0"])
+    return info.mapped_bytes // MIB, info.locked_bytes // MIB, info.wanted_bytes // MIB
+
+
+def test_it_is_shown_how_much_of_an_arena_is_there_and_how_much_is_wanted(make_core: MakeCore) -> None:
+    core = make_core(prefault=True, shuttle_bytes=2 * MIB, arena_bytes=5 * MIB)
+    assert progress(core) == (4, 0, 4)
+    come_back(core)
+    assert progress(core) == (0, 0, 4)
+    core.report("cpu:0", ShuttleReady(0, True, 0.0))
+    assert progress(core) == (2, 2, 4)
+    core.report("cpu:0", ShuttleReady(1, False, 0.0))
+    assert progress(core) == (4, 2, 4)
+
+
+def test_without_prefault_only_what_is_in_the_making_is_wanted(make_core: MakeCore) -> None:
+    core = make_core(shuttle_bytes=2 * MIB, arena_bytes=8 * MIB)
+    before = progress(core)
+    engine = core.register(stages=1)
+    core.make_shuttles = False
+    assert before[0] == before[2]
+    core.capture(engine, tokens=range(2048))
+    assert len(asked(core)) == 1
+    assert progress(core) == (before[0], 0, before[2] + 2)

@@ -87,6 +87,36 @@ def test_status_names_a_dead_worker_without_a_process() -> None:
     assert any("no device memory" in line for line in answer.lines)
 
 
+@pytest.mark.parametrize(
+    ("device", "state", "sizes", "note"),
+    [
+        ("cpu:0", "ready", (2, 2, 0), ""),
+        ("cpu:0", "ready", (2, 32, 0), "shuttles: 2.0 GiB of 32.0 GiB made, the rest in the background"),
+        ("GPU-1", "ready", (2, 2, 2), ""),
+        ("GPU-1", "ready", (0, 1, 0), "shuttles: 0 B of 1.0 GiB made and page-locked, the rest in the background"),
+        ("GPU-1", "ready", (3, 3, 2), "1.0 GiB of shuttles are not page-locked: copies there are slow"),
+        ("GPU-1", "killed", (3, 4, 2), ""),
+    ],
+)
+def test_status_says_how_far_shuttles_are_and_which_are_slow(
+    device: str, state: str, sizes: tuple[int, int, int], note: str
+) -> None:
+    """`sizes`: GiB mapped, wanted and page-locked."""
+    mapped, wanted, locked = sizes
+    worker = msgspec.structs.replace(
+        STATS.workers[0],
+        device=device,
+        state=state,
+        mapped_bytes=mapped << 30,
+        wanted_bytes=wanted << 30,
+        locked_bytes=locked << 30,
+    )
+    lines = "\n".join(describe(msgspec.structs.replace(STATS, workers=(worker,)), lambda _pid: 1).lines)
+    assert note in lines
+    assert ("shuttles: " in lines) == note.startswith("shuttles")
+    assert ("not page-locked" in lines) == ("not page-locked" in note)
+
+
 def test_status_of_an_empty_daemon() -> None:
     empty = msgspec.structs.replace(STATS, workers=(), engines=(), ops=(), memory=())
     lines = describe(empty, lambda _pid: 1).lines

@@ -212,6 +212,18 @@ def test_a_report_says_how_long_the_job_waited_for_its_lane() -> None:
         assert alone.queue_s + alone.lane_s <= time.monotonic() - start_s
 
 
+def test_a_short_job_does_not_get_between_the_slices_of_one_that_its_lane_has() -> None:
+    with on_cpu({"capture.slow_copy_s": "0.02"}, 6000) as (desk, jobs, _):
+        desk.desk.start(jobs.make("capture", 1))
+        desk.desk.start(jobs.make("copy", 2))  # of 5760 bytes: it would run at once on an idle lane
+        assert [answer.job for answer in desk.wait(2)] == [1, 2]
+        desk.desk.start(jobs.make("capture", 3))
+        desk.desk.cancel(3)
+        desk.wait(1)
+        desk.desk.start(jobs.make("copy", 4))
+        assert desk.desk.idle
+
+
 def test_both_lanes_are_told_how_to_take_times(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[CpuCopier, bool]] = []
     monkeypatch.setattr(CpuCopier, "measure", lambda copier, *, exact: told.append((copier, exact)))

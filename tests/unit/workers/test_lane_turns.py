@@ -177,7 +177,7 @@ def test_whatever_comes_in_between_every_restore_ends_right(seed: int, data: st.
     rng = random.Random(seed)
     with make(seed=seed) as rig:
         images, turns = Images(rig), Turns(rig, LaneKind.RESTORE)
-        sizes = data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=6))
+        sizes = data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=5))
         at, jobs = 0, list[tuple[int, int, RestoreJob]]()
         for number, chunks in enumerate(sizes, 1):
             jobs.append((at, 16 * chunks, images.restore_job(number, at, 16 * chunks)))
@@ -395,6 +395,25 @@ def test_each_group_of_a_layered_restore_is_there_when_it_is_told_and_the_next_i
         plain = msgspec.structs.replace(restore, layered=False)
         assert isinstance(rig.run(plain, JobHooks(lambda: False, lambda: None, told.append)), JobDone)
         assert len(told) == groups + 1
+
+
+def test_a_group_is_waited_for_before_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was only enqueued on a device is not there."""
+    rig, _ = layered_rig(3, slice_bytes=1)
+    with rig:
+        packed = (*(pack_rows([(0, 64)]) for _ in range(3)), b"")
+        places = [rig.place(span.length_bytes) for span in rig.layout.chunks(64)]
+        done = rig.run(CaptureJob(1, 1, packed, 64, pack_places(places), False))
+        assert isinstance(done, JobDone)
+        copier = rig.device.copier(LaneKind.RESTORE)
+        happened: list[str] = []
+        for call, what in (("begin_restore", "begin"), ("scatter_restore", "complete"), ("drain", "drain")):
+            noted(monkeypatch, copier, call, partial(happened.append, what))
+        rig.lanes[LaneKind.RESTORE] = Lane(LaneKind.RESTORE, copier)
+        job = RestoreJob(2, 1, packed, 64, 64, pack_places(places), done.digests, ("xxh3-128",), False, layered=True)
+        rig.run(job, JobHooks(lambda: False, lambda: None, lambda group: happened.append(f"group {group}")))
+        group = ["begin", "begin", "complete", "begin", "complete", "begin", "complete", "complete", "drain"]
+        assert happened[: 3 * 10] == [*group, "group 0", *group, "group 1", *group, "group 2"]
 
 
 def test_a_layered_restore_that_fails_after_a_group_names_all_that_it_wrote() -> None:
