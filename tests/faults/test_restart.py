@@ -268,12 +268,14 @@ def test_a_daemon_whose_lock_was_removed_keeps_its_images(capsys: pytest.Capture
         assert stratactl(["--instance", daemon.instance, "purge", "--yes"]) != 0
         assert "is served by" in capsys.readouterr().err
         wait_until(lock.exists)
+        daemon.signal(signal.SIGSTOP)  # it cannot take the lock anew
         lock.unlink()
         with tempfile.TemporaryDirectory(prefix="stratad-test-") as run_dir:
             command = [run_dir if word == str(daemon.run_dir) else word for word in daemon.command()]
             other = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         assert other.returncode == 3
         assert "is served by another daemon" in other.stderr
+        daemon.signal(signal.SIGCONT)
         assert set(segments) <= set(daemon.segments())
         assert client.stats().images == 1
 
