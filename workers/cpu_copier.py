@@ -1,8 +1,9 @@
 """Copies of slices in host memory, by numpy; digests by XXH3.
 
-A group of pieces is copied first, then digested at its source, then where it was copied to, before the next one is
-touched: both digests read what is still in the processor's cache, and reading and writing memory overlap in the copy.
-The source is read twice in all, so a change between the two is seen, whichever comes first.
+A group of pieces is gathered into a scratch that stays in the processor's cache, digested there, digested again at its
+source, which is still in the cache as well, and only then written out, past the cache where the C library can (see
+`workers.streaming`): memory is read once and written once. The source is read twice in all, so a change between the
+two is seen, whichever comes first.
 
 The lane's second slice is left to a helper (see `workers.helper`) where this worker has a CPU for it.
 """
@@ -20,7 +21,7 @@ from workers.digest import XXH3, Bytes, Digester, Hasher
 from workers.helper import Helper, Share
 from workers.jobs import ChunkWork
 from workers.limiter import LinkLimiter
-from workers.pieces import PIECE_BYTES, Piece, flats_of, grouped
+from workers.pieces import PIECE_BYTES, Piece, copy_to_cache, flats_of, grouped
 from workers.shuttle_map import ShuttleMap, parts
 
 # Below this, waking another thread takes longer than the slice.
@@ -43,18 +44,18 @@ class _Slot:
         self.share: Share[_Slice] | None = None
         self.staged: list[Bytes] = []
         self._staging = np.empty(staging_bytes, np.uint8)
-        self._scratch = np.empty(0, np.uint8)
+        self._scratch = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
     @property
     def memory_bytes(self) -> int:
         """Private memory of this slot."""
-        return len(self._staging) + len(self._scratch)
+        return len(self._staging) + sum(map(len, self._scratch))
 
-    def scratch(self, size_bytes: int) -> Bytes:
-        """Memory for one group of pieces."""
-        if size_bytes > len(self._scratch):
-            self._scratch = np.empty(max(size_bytes, PIECE_BYTES), np.uint8)
-        return self._scratch[:size_bytes]
+    def scratch(self, size_bytes: int, number: int = 0) -> Bytes:
+        """Memory for one group of pieces, twice: `number` 0 or 1."""
+        if size_bytes > len(self._scratch[number]):
+            self._scratch[number] = np.empty(max(size_bytes, PIECE_BYTES), np.uint8)
+        return self._scratch[number][:size_bytes]
 
     def staging(self, work: SliceWork) -> list[Bytes]:
         """Memory for every chunk of a slice; that of the slot's last one is over."""
@@ -107,6 +108,9 @@ class CpuCopier:
     def times(self) -> CopyTimes:
         """See `Copier`. With a helper, the sum over both threads."""
         return self._times
+
+    def measure(self, *, exact: bool) -> None:
+        """See `Copier`; the host does the work itself, so its times are exact anyway."""
 
     @property
     def copies_behind(self) -> bool:
@@ -188,47 +192,50 @@ class CpuCopier:
     def _capture_slice(self, slot: _Slot, work: SliceWork) -> _Slice:
         """Copy a slice of the pool to its places; both must have one digest."""
         clock = _Clock()
-        targets = [self._shuttles.views(chunk.place) for chunk in work.chunks]
-        return _Slice(self._gather_chunks(slot, work, targets, clock), [], clock.times)
+        digests: list[bytes] = []
+        for chunk in work.chunks:
+            digests.append(self._gather_chunk(slot, work, chunk, self._shuttles.views(chunk.place), clock))
+        return _Slice(digests, [], clock.times)
 
     def _stage_source(self, slot: _Slot, work: SliceWork) -> _Slice:
-        """Copy a slice of the pool to staging; both must have one digest."""
+        """Copy a slice of the pool to staging, proven like a capture."""
         clock = _Clock()
         staged = slot.staging(work)
-        self._gather_chunks(slot, work, [[part] for part in staged], clock)
+        for chunk, whole in zip(work.chunks, staged, strict=True):
+            self._gather_chunk(slot, work, chunk, whole, clock)
         return _Slice([], staged, clock.times)
 
-    def _gather_chunks(
-        self, slot: _Slot, work: SliceWork, targets: Sequence[list[Bytes]], clock: "_Clock"
-    ) -> list[bytes]:
-        digests: list[bytes] = []
-        for chunk, target in zip(work.chunks, targets, strict=True):
-            source, copied = self._digester.hasher(XXH3), self._digester.hasher(XXH3)
-            at = 0
-            for group in grouped(_pool(work).view.pieces(chunk, work.rows)):
-                size = sum([piece.size_bytes for piece in group])
-                outs = list(parts(target, at, at + size))
-                at += size
-                if len(outs) == 1:
-                    _gather(group, outs[0])
-                else:
-                    whole = slot.scratch(size)
-                    _gather(group, whole)
-                    _spread(whole, outs)
-                self._limiter.moved(size, clock.last_s)
-                clock.copied()
-                if self.before_copy is not None:
-                    self.before_copy(work)
-                _digest_source(slot, group, size, source)
-                clock.digested()
-                for out in outs:
-                    copied.update(out)
-                clock.verified()
-            digest = source.digest()
-            if at != chunk.span.length_bytes or digest != copied.digest():
-                raise SourceDiffers(chunk.number)
-            digests.append(digest)
-        return digests
+    def _gather_chunk(
+        self, slot: _Slot, work: SliceWork, chunk: ChunkWork, target: "list[Bytes] | Bytes", clock: "_Clock"
+    ) -> bytes:
+        """Gather a chunk of the pool, prove it, and write it out to views of shuttles; or gather it to staging, which
+        is one array.
+        """
+        source, gathered = self._digester.hasher(XXH3), self._digester.hasher(XXH3)
+        at = 0
+        for group in grouped(_pool(work).view.pieces(chunk, work.rows)):
+            size = sum([piece.size_bytes for piece in group])
+            start_s = clock.last_s
+            whole = slot.scratch(size) if isinstance(target, list) else target[at : at + size]
+            _gather(group, whole)
+            clock.gathered()
+            if self.before_copy is not None:
+                self.before_copy(work)
+            _digest_source(slot, group, size, source)
+            clock.digested()
+            gathered.update(whole)
+            clock.verified()
+            if isinstance(target, list):
+                for out in parts(target, at, at + size):
+                    out[:] = whole[: len(out)]
+                    whole = whole[len(out) :]
+            at += size
+            self._limiter.moved(size, start_s)
+            clock.copied()
+        digest = source.digest()
+        if at != chunk.span.length_bytes or digest != gathered.digest():
+            raise SourceDiffers(chunk.number)
+        return digest
 
     def _digest_slice(self, slot: _Slot, work: SliceWork) -> _Slice:
         clock = _Clock()
@@ -252,7 +259,7 @@ class CpuCopier:
                 for start in range(0, len(view), PIECE_BYTES):
                     source = view[start : start + PIECE_BYTES]
                     part = whole[at : at + len(source)]
-                    part[:] = source
+                    copy_to_cache(part, source)
                     self._limiter.moved(len(source), clock.last_s)
                     clock.copied()
                     hasher.update(part)
@@ -269,7 +276,7 @@ class CpuCopier:
             for piece in _pool(work).view.pieces(chunk, work.rows):
                 piece.scatter(whole[at : at + piece.size_bytes])
                 at += piece.size_bytes
-        clock.copied()
+        clock.gathered()
         self._count(clock.times)
 
 
@@ -278,15 +285,21 @@ class _Clock:
 
     def __init__(self) -> None:
         self.last_s = time.perf_counter()
-        self._copy_s = self._digest_s = self._verify_s = 0.0
+        self._copy_s = self._gather_s = self._digest_s = self._verify_s = 0.0
 
     @property
     def times(self) -> CopyTimes:
         """What was spent."""
-        return CopyTimes(self._digest_s + self._verify_s, self._copy_s)
+        return CopyTimes(
+            self._digest_s + self._verify_s, self._copy_s + self._gather_s, self._gather_s, self._verify_s
+        )
+
+    def gathered(self) -> None:
+        """It went into a copy between rows and private memory."""
+        self._gather_s += self._lap()
 
     def copied(self) -> None:
-        """It went into a copy."""
+        """It went into a copy to or from a shuttle."""
         self._copy_s += self._lap()
 
     def digested(self) -> None:
@@ -305,7 +318,7 @@ class _Clock:
 def _digest_source(slot: _Slot, group: list[Piece], size_bytes: int, hasher: Hasher) -> None:
     flats = flats_of(group)
     if flats is None:
-        whole = slot.scratch(size_bytes)
+        whole = slot.scratch(size_bytes, 1)
         _gather(group, whole)
         hasher.update(whole)
         return
@@ -322,13 +335,6 @@ def _gather(group: list[Piece], target: Bytes) -> None:
         end = at + piece.size_bytes
         piece.gather(target[at:end])
         at = end
-
-
-def _spread(source: Bytes, outs: list[Bytes]) -> None:
-    at = 0
-    for out in outs:
-        out[:] = source[at : at + len(out)]
-        at += len(out)
 
 
 def _length(work: SliceWork) -> int:

@@ -1,14 +1,19 @@
 """A chunk of host memory in gathered order, cut into pieces that one numpy call can copy.
 
 Gathered order (see `shm.layout`): plane after plane, inside a plane row after row. Pieces are at most 256 KiB where
-rows allow it, so that what was just copied is still in the processor's cache when it is hashed::
+rows allow it, so that what was just gathered is still in the processor's cache when it is hashed::
 
     plane 0: | run | run | tail row's tokens | gap |   plane 1: | run | ...
 
 A *gap* is bytes of the chunk that belong to no live row: zeros in a capture, skipped in a restore. A *stack* is
 consecutive planes of one shape, equally far apart: small parts of several of them are one piece.
+
+A gather is read again at once, so it has to end in the cache; what a scatter writes need not be there. The C library's
+copy goes past the cache from some length on (see `workers.streaming`), so a gather is made of shorter ones: `take`
+copies unit by unit, in one call.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
@@ -27,6 +32,11 @@ PIECE_BYTES: Final = 256 * 1024
 _ROWS_A_RUN: Final = 8
 # Hashing a run where it lies costs a call; below this one copy and one hash of many are cheaper.
 _FLAT_BYTES: Final = 16 * 1024
+# What a gather copies at once, at most and at least: shorter units cost more than they gain.
+_UNIT_BYTES: Final = 16 * 1024
+_LEAST_UNIT_BYTES: Final = 2048
+_UNIT: Final = np.dtype((np.void, _UNIT_BYTES))
+_UNITS: Final = np.arange(PIECE_BYTES // _UNIT_BYTES)
 
 _Index = npt.NDArray[np.int64]
 _Records = npt.NDArray[np.void]
@@ -50,6 +60,28 @@ class Piece(Protocol):
         ...
 
 
+def copy_to_cache(target: Bytes, source: Bytes) -> None:
+    """Copy contiguous bytes, at most `PIECE_BYTES`, so that they are in the cache afterwards."""
+    count = len(source) // _UNIT_BYTES
+    end = count * _UNIT_BYTES
+    if count:
+        source[:end].view(_UNIT).take(_UNITS[:count], out=target[:end].view(_UNIT), mode="clip")
+    if end < len(source):
+        target[end:] = source[end:]
+
+
+class Units(NamedTuple):
+    """Where a piece's bytes lie, for a gather: items of `records`, in order."""
+
+    records: _Records
+    index: _Index
+
+    def gather(self, target: Bytes) -> None:
+        """Copy them into contiguous memory of their size."""
+        # Other modes than the default write straight to their target. No item is out of range: every row was checked.
+        self.records.take(self.index, out=target.view(self.records.dtype), mode="clip")
+
+
 class FlatPiece:
     """Contiguous bytes of the pool."""
 
@@ -61,7 +93,7 @@ class FlatPiece:
 
     def gather(self, target: Bytes) -> None:
         """See `Piece`."""
-        target[:] = self._view
+        copy_to_cache(target, self._view)
 
     def scatter(self, source: Bytes) -> None:
         """See `Piece`."""
@@ -74,21 +106,21 @@ class FlatPiece:
 
 class RunPiece:
     """Runs of rows of one or several planes, one strided copy each. `runs` have shape (planes, rows, bytes); behind
-    them lie `gap_bytes` of each plane.
+    them lie `gap_bytes` of each plane. `units` are the same bytes where they can be gathered so.
     """
 
-    __slots__ = ("_gap_bytes", "_runs", "size_bytes")
+    __slots__ = ("_gap_bytes", "_runs", "_units", "size_bytes")
 
-    def __init__(self, runs: list[Bytes], gap_bytes: int = 0) -> None:
+    def __init__(self, runs: list[Bytes], gap_bytes: int = 0, units: Units | None = None) -> None:
         self._runs = runs
+        self._units = units
         self._gap_bytes = gap_bytes
         self.size_bytes = sum([run.size for run in runs]) + gap_bytes * len(runs[0])
 
     def gather(self, target: Bytes) -> None:
         """See `Piece`: a gap becomes zeros."""
-        if len(self._runs) == 1 and not self._gap_bytes:
-            run = self._runs[0]
-            target.reshape(run.shape)[...] = run
+        if self._units is not None:
+            self._units.gather(target)
             return
         for run, part in self._parts(target):
             part[...] = run
@@ -119,21 +151,22 @@ class RunPiece:
 
 
 class IndexPiece:
-    """Rows in any order: one indexed copy of whole rows. `rows` are dense: what is between two rows of the pool is
-    rows that nobody names.
-    """
+    """Whole rows in any order, one indexed copy. `units` are the same bytes where they can be gathered so."""
 
-    __slots__ = ("_index", "_rows", "size_bytes")
+    __slots__ = ("_index", "_rows", "_units", "size_bytes")
 
-    def __init__(self, rows: _Records, index: _Index) -> None:
+    def __init__(self, rows: _Records, index: _Index, units: Units | None = None) -> None:
         self._rows = rows
         self._index = index
+        self._units = units
         self.size_bytes = len(index) * rows.itemsize
 
     def gather(self, target: Bytes) -> None:
         """See `Piece`."""
-        # Other modes than the default write straight to their target; every row of the index was checked.
-        self._rows.take(self._index, out=target.view(self._rows.dtype), mode="clip")
+        if self._units is not None:
+            self._units.gather(target)
+        else:
+            target.view(self._rows.dtype)[:] = self._rows[self._index]
 
     def scatter(self, source: Bytes) -> None:
         """See `Piece`."""
@@ -141,17 +174,10 @@ class IndexPiece:
 
     def flats(self) -> list[Bytes] | None:
         """See `Piece`."""
-        return None
-
-
-class StridedIndexPiece(IndexPiece):
-    """The same of rows at distances that are no multiple of their length."""
-
-    __slots__ = ()
-
-    def gather(self, target: Bytes) -> None:
-        """See `Piece`."""
-        target.view(self._rows.dtype)[:] = self._rows[self._index]
+        size = self._rows.itemsize
+        if size < _FLAT_BYTES:
+            return None
+        return [self._rows[row : row + 1].view(np.uint8) for row in self._index.tolist()]
 
 
 class GapPiece:
@@ -194,20 +220,19 @@ class Stack:
         first, last = planes[0], planes[-1]
         size, stride = first.row_bytes, first.row_stride_bytes
         step = planes[1].offset_bytes - first.offset_bytes if len(planes) > 1 else 0
-        whole = memory[first.offset_bytes : last.end_bytes]
+        self._whole = memory[first.offset_bytes : last.end_bytes]
         self._planes = len(planes)
-        self._row_bytes = size
+        self._row_bytes, self._stride, self._step = size, stride, step
         self._token_stride_bytes = first.token_stride_bytes
         self._flat = stride == size
         shape, strides = (len(planes), first.rows, size), (step, stride, 1)
-        self._rows: Bytes = np.lib.stride_tricks.as_strided(whole, shape, strides)
-        record = np.dtype((np.void, size))
-        self._dense: _Records | None = None
-        if stride % size == 0 and step % size == 0:
-            self._dense = np.ndarray((len(whole) // size,), record, whole)
-        self._row_step, self._plane_step = stride // size, step // size
+        self._rows: Bytes = np.lib.stride_tricks.as_strided(self._whole, shape, strides)
+        self._records: dict[int, _Records] = {}
+        # Rows as items of one array over all planes, where rows and planes are whole rows apart.
+        self._dense = stride % size == 0 and step % size == 0
         self._strided: list[_Records] = []
-        if self._dense is None:
+        if not self._dense:
+            record = np.dtype((np.void, size))
             self._strided = [
                 np.ndarray((plane.rows,), record, memory[plane.offset_bytes : plane.end_bytes], strides=(stride,))
                 for plane in planes
@@ -218,32 +243,61 @@ class Stack:
         plane_bytes = part.row_count * self._row_bytes
         together = max(1, PIECE_BYTES // plane_bytes)
         whole = part.live_rows == part.row_count and part.tail_row < 0
-        if part.index is not None and whole and self._dense is not None and together > 1:
-            yield from self._indexed_planes(self._dense, part.index, together)
+        if part.index is not None and whole and self._dense and together > 1:
+            for plane in range(0, self._planes, together):
+                yield self._indexed_rows(plane, min(together, self._planes - plane), part.index)
         elif part.index is None and plane_bytes <= PIECE_BYTES:
             yield from self._runs_of_planes(part, together)
         else:
             for plane in range(self._planes):
                 yield from self._plane(plane, part)
 
-    def _indexed_planes(self, dense: _Records, index: _Index, together: int) -> Iterator[Piece]:
-        rows = index * self._row_step
-        for plane in range(0, self._planes, together):
-            count = min(together, self._planes - plane)
-            starts = np.arange(plane, plane + count) * self._plane_step
-            yield IndexPiece(dense, (starts[:, None] + rows).reshape(-1))
+    def _record(self, size_bytes: int) -> _Records:
+        """The memory of all planes as items of a size."""
+        found = self._records.get(size_bytes)
+        if found is None:
+            count = len(self._whole) // size_bytes
+            found = np.ndarray((count,), np.dtype((np.void, size_bytes)), self._whole)
+            self._records[size_bytes] = found
+        return found
+
+    def _indexed_rows(self, plane: int, planes: int, index: _Index) -> IndexPiece:
+        """The same rows of consecutive planes; rows are dense."""
+        size = self._row_bytes
+        starts = np.arange(plane, plane + planes) * (self._step // size)
+        rows = (starts[:, None] + index * (self._stride // size)).reshape(-1)
+        unit = size if size <= _UNIT_BYTES else math.gcd(size, _UNIT_BYTES)
+        units = None
+        if unit == size:
+            units = Units(self._record(size), rows)
+        elif unit >= _LEAST_UNIT_BYTES:
+            inside = np.arange(size // unit)
+            units = Units(self._record(unit), (rows[:, None] * (size // unit) + inside).reshape(-1))
+        return IndexPiece(self._record(size), rows, units)
 
     def _runs_of_planes(self, part: _Part, together: int) -> Iterator[Piece]:
-        gap_bytes = (part.row_count - part.live_rows) * self._row_bytes
+        size = self._row_bytes
+        gap_bytes = (part.row_count - part.live_rows) * size
         tail_bytes = part.tail_tokens * self._token_stride_bytes
         if tail_bytes:
-            gap_bytes += self._row_bytes - tail_bytes
+            gap_bytes += size - tail_bytes
+        unit, inside = 0, None
+        if self._flat and not gap_bytes:
+            bounds = [bound * size for run in part.runs for bound in run]
+            unit = math.gcd(_UNIT_BYTES, self._step, *bounds)
+            if unit >= _LEAST_UNIT_BYTES:
+                ends = [(first * size // unit, (first + count) * size // unit) for first, count in part.runs]
+                inside = np.concatenate([np.arange(start, end) for start, end in ends])
         for plane in range(0, self._planes, together):
             planes = self._rows[plane : plane + together]
             runs = [planes[:, first : first + count] for first, count in part.runs]
             if tail_bytes:
                 runs.append(planes[:, part.tail_row : part.tail_row + 1, :tail_bytes])
-            yield RunPiece(runs, gap_bytes)
+            units = None
+            if inside is not None:
+                starts = np.arange(plane, plane + len(planes)) * (self._step // unit)
+                units = Units(self._record(unit), (starts[:, None] + inside).reshape(-1))
+            yield RunPiece(runs, gap_bytes, units)
 
     def _plane(self, plane: int, part: _Part) -> Iterator[Piece]:
         if part.index is not None:
@@ -281,10 +335,7 @@ class Stack:
             return
         for start in range(0, len(index), step):
             rows = index[start : start + step]
-            if self._dense is None:
-                yield StridedIndexPiece(self._strided[plane], rows)
-            else:
-                yield IndexPiece(self._dense, rows * self._row_step + plane * self._plane_step)
+            yield self._indexed_rows(plane, 1, rows) if self._dense else IndexPiece(self._strided[plane], rows)
 
 
 def grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
