@@ -1,9 +1,8 @@
 """Copies of slices in host memory, by numpy; digests by XXH3.
 
-A group of pieces is gathered into a scratch that stays in the processor's cache, digested there, digested again at its
-source, which is still in the cache as well, and only then written out, past the cache where the C library can (see
-`workers.streaming`): memory is read once and written once. The source is read twice in all, so a change between the
-two is seen, whichever comes first.
+A group of pieces is gathered to where it is to lie, then digested at its source, then where it was gathered to, before
+the next one is touched: both digests read what is still in the processor's cache, and the copy reads and writes memory
+at once. The source is read twice in all, so a change between the two is seen, whichever comes first.
 
 The lane's second slice is left to a helper (see `workers.helper`) where this worker has a CPU for it.
 """
@@ -44,18 +43,18 @@ class _Slot:
         self.share: Share[_Slice] | None = None
         self.staged: list[Bytes] = []
         self._staging = np.empty(staging_bytes, np.uint8)
-        self._scratch = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+        self._scratch = np.empty(0, np.uint8)
 
     @property
     def memory_bytes(self) -> int:
         """Private memory of this slot."""
-        return len(self._staging) + sum(map(len, self._scratch))
+        return len(self._staging) + len(self._scratch)
 
-    def scratch(self, size_bytes: int, number: int = 0) -> Bytes:
-        """Memory for one group of pieces, twice: `number` 0 or 1."""
-        if size_bytes > len(self._scratch[number]):
-            self._scratch[number] = np.empty(max(size_bytes, PIECE_BYTES), np.uint8)
-        return self._scratch[number][:size_bytes]
+    def scratch(self, size_bytes: int) -> Bytes:
+        """Memory for one group of pieces."""
+        if size_bytes > len(self._scratch):
+            self._scratch = np.empty(max(size_bytes, PIECE_BYTES), np.uint8)
+        return self._scratch[:size_bytes]
 
     def staging(self, work: SliceWork) -> list[Bytes]:
         """Memory for every chunk of a slice; that of the slot's last one is over."""
@@ -202,38 +201,37 @@ class CpuCopier:
         clock = _Clock()
         staged = slot.staging(work)
         for chunk, whole in zip(work.chunks, staged, strict=True):
-            self._gather_chunk(slot, work, chunk, whole, clock)
-        return _Slice([], staged, clock.times)
+            self._gather_chunk(slot, work, chunk, [whole], clock)
+        times = clock.times
+        return _Slice([], staged, times._replace(gather_s=times.copy_s))
 
     def _gather_chunk(
-        self, slot: _Slot, work: SliceWork, chunk: ChunkWork, target: "list[Bytes] | Bytes", clock: "_Clock"
+        self, slot: _Slot, work: SliceWork, chunk: ChunkWork, target: list[Bytes], clock: "_Clock"
     ) -> bytes:
-        """Gather a chunk of the pool, prove it, and write it out to views of shuttles; or gather it to staging, which
-        is one array.
-        """
-        source, gathered = self._digester.hasher(XXH3), self._digester.hasher(XXH3)
+        """Copy a chunk of the pool to one or several views, laid end to end; both must have one digest."""
+        source, copied = self._digester.hasher(XXH3), self._digester.hasher(XXH3)
         at = 0
         for group in grouped(_pool(work).view.pieces(chunk, work.rows)):
             size = sum([piece.size_bytes for piece in group])
-            start_s = clock.last_s
-            whole = slot.scratch(size) if isinstance(target, list) else target[at : at + size]
-            _gather(group, whole)
-            clock.gathered()
+            outs = list(parts(target, at, at + size))
+            at += size
+            if len(outs) == 1:
+                _gather(group, outs[0])
+            else:
+                whole = slot.scratch(size)
+                _gather(group, whole)
+                _spread(whole, outs)
+            self._limiter.moved(size, clock.last_s)
+            clock.copied()
             if self.before_copy is not None:
                 self.before_copy(work)
             _digest_source(slot, group, size, source)
             clock.digested()
-            gathered.update(whole)
+            for out in outs:
+                copied.update(out)
             clock.verified()
-            if isinstance(target, list):
-                for out in parts(target, at, at + size):
-                    out[:] = whole[: len(out)]
-                    whole = whole[len(out) :]
-            at += size
-            self._limiter.moved(size, start_s)
-            clock.copied()
         digest = source.digest()
-        if at != chunk.span.length_bytes or digest != gathered.digest():
+        if at != chunk.span.length_bytes or digest != copied.digest():
             raise SourceDiffers(chunk.number)
         return digest
 
@@ -318,7 +316,7 @@ class _Clock:
 def _digest_source(slot: _Slot, group: list[Piece], size_bytes: int, hasher: Hasher) -> None:
     flats = flats_of(group)
     if flats is None:
-        whole = slot.scratch(size_bytes, 1)
+        whole = slot.scratch(size_bytes)
         _gather(group, whole)
         hasher.update(whole)
         return
@@ -335,6 +333,13 @@ def _gather(group: list[Piece], target: Bytes) -> None:
         end = at + piece.size_bytes
         piece.gather(target[at:end])
         at = end
+
+
+def _spread(source: Bytes, outs: list[Bytes]) -> None:
+    at = 0
+    for out in outs:
+        copy_to_cache(out, source[at : at + len(out)])
+        at += len(out)
 
 
 def _length(work: SliceWork) -> int:

@@ -225,6 +225,9 @@ class Stack:
         self._row_bytes, self._stride, self._step = size, stride, step
         self._token_stride_bytes = first.token_stride_bytes
         self._flat = stride == size
+        self._bytes: Bytes | None = None
+        if self._flat:
+            self._bytes = np.lib.stride_tricks.as_strided(self._whole, (len(planes), first.rows * size), (step, 1))
         shape, strides = (len(planes), first.rows, size), (step, stride, 1)
         self._rows: Bytes = np.lib.stride_tricks.as_strided(self._whole, shape, strides)
         self._records: dict[int, _Records] = {}
@@ -244,9 +247,8 @@ class Stack:
         together = max(1, PIECE_BYTES // plane_bytes)
         whole = part.live_rows == part.row_count and part.tail_row < 0
         if part.index is not None and whole and self._dense and together > 1:
-            for plane in range(0, self._planes, together):
-                yield self._indexed_rows(plane, min(together, self._planes - plane), part.index)
-        elif part.index is None and plane_bytes <= PIECE_BYTES:
+            yield from self._rows_of_planes(part.index, range(self._planes), together)
+        elif part.index is None and together > 1:
             yield from self._runs_of_planes(part, together)
         else:
             for plane in range(self._planes):
@@ -261,19 +263,22 @@ class Stack:
             self._records[size_bytes] = found
         return found
 
-    def _indexed_rows(self, plane: int, planes: int, index: _Index) -> IndexPiece:
-        """The same rows of consecutive planes; rows are dense."""
+    def _rows_of_planes(self, index: _Index, planes: range, together: int) -> Iterator[Piece]:
+        """The same rows of planes, of `together` ones at once; rows are dense."""
         size = self._row_bytes
-        starts = np.arange(plane, plane + planes) * (self._step // size)
-        rows = (starts[:, None] + index * (self._stride // size)).reshape(-1)
-        unit = size if size <= _UNIT_BYTES else math.gcd(size, _UNIT_BYTES)
-        units = None
-        if unit == size:
-            units = Units(self._record(size), rows)
-        elif unit >= _LEAST_UNIT_BYTES:
-            inside = np.arange(size // unit)
-            units = Units(self._record(unit), (rows[:, None] * (size // unit) + inside).reshape(-1))
-        return IndexPiece(self._record(size), rows, units)
+        rows = index * (self._stride // size)
+        if together > 1:
+            rows = (np.arange(together)[:, None] * (self._step // size) + rows).reshape(-1)
+        unit = math.gcd(size, _UNIT_BYTES) if size > _UNIT_BYTES else size
+        units = rows
+        if unit != size:
+            units = (rows[:, None] * (size // unit) + np.arange(size // unit)).reshape(-1)
+        for plane in planes[::together]:
+            start, count = plane * self._step, min(together, planes.stop - plane) * len(index)
+            items = None
+            if unit == size or unit >= _LEAST_UNIT_BYTES:
+                items = Units(self._record(unit), units[: count * (size // unit)] + start // unit)
+            yield IndexPiece(self._record(size), rows[:count] + start // size, items)
 
     def _runs_of_planes(self, part: _Part, together: int) -> Iterator[Piece]:
         size = self._row_bytes
@@ -281,13 +286,7 @@ class Stack:
         tail_bytes = part.tail_tokens * self._token_stride_bytes
         if tail_bytes:
             gap_bytes += size - tail_bytes
-        unit, inside = 0, None
-        if self._flat and not gap_bytes:
-            bounds = [bound * size for run in part.runs for bound in run]
-            unit = math.gcd(_UNIT_BYTES, self._step, *bounds)
-            if unit >= _LEAST_UNIT_BYTES:
-                ends = [(first * size // unit, (first + count) * size // unit) for first, count in part.runs]
-                inside = np.concatenate([np.arange(start, end) for start, end in ends])
+        unit, inside = self._units_of_runs(part.runs, together) if not gap_bytes else (0, None)
         for plane in range(0, self._planes, together):
             planes = self._rows[plane : plane + together]
             runs = [planes[:, first : first + count] for first, count in part.runs]
@@ -295,9 +294,23 @@ class Stack:
                 runs.append(planes[:, part.tail_row : part.tail_row + 1, :tail_bytes])
             units = None
             if inside is not None:
-                starts = np.arange(plane, plane + len(planes)) * (self._step // unit)
-                units = Units(self._record(unit), (starts[:, None] + inside).reshape(-1))
+                count = len(inside) // together * len(planes)
+                units = Units(self._record(unit), inside[:count] + plane * self._step // unit)
             yield RunPiece(runs, gap_bytes, units)
+
+    def _units_of_runs(self, runs: list[tuple[int, int]], together: int) -> tuple[int, _Index | None]:
+        """Runs of the first `together` planes as items: their size and numbers, if they are all of one useful size."""
+        if not self._flat:
+            return 0, None
+        size = self._row_bytes
+        unit = math.gcd(_UNIT_BYTES, self._step, *[bound * size for run in runs for bound in run])
+        if unit < _LEAST_UNIT_BYTES:
+            return 0, None
+        ends = [(first * size // unit, (first + count) * size // unit) for first, count in runs]
+        inside = np.concatenate([np.arange(start, end) for start, end in ends])
+        if together > 1:
+            inside = (np.arange(together)[:, None] * (self._step // unit) + inside).reshape(-1)
+        return unit, inside
 
     def _plane(self, plane: int, part: _Part) -> Iterator[Piece]:
         if part.index is not None:
@@ -315,10 +328,11 @@ class Stack:
 
     def _run(self, plane: int, first: int, count: int) -> Iterator[Piece]:
         """Pieces of consecutive rows."""
+        if self._bytes is not None:
+            yield from _cut(self._bytes[plane, first * self._row_bytes : (first + count) * self._row_bytes])
+            return
         rows = self._rows[plane, first : first + count]
-        if self._flat:
-            yield from _cut(rows.reshape(-1))
-        elif self._row_bytes > PIECE_BYTES:
+        if self._row_bytes > PIECE_BYTES:
             for row in rows:
                 yield from _cut(row)
         else:
@@ -335,7 +349,10 @@ class Stack:
             return
         for start in range(0, len(index), step):
             rows = index[start : start + step]
-            yield self._indexed_rows(plane, 1, rows) if self._dense else IndexPiece(self._strided[plane], rows)
+            if self._dense:
+                yield from self._rows_of_planes(rows, range(plane, plane + 1), 1)
+            else:
+                yield IndexPiece(self._strided[plane], rows)
 
 
 def grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
