@@ -24,7 +24,7 @@ from workers.pieces import PIECE_BYTES, Piece, copy_to_cache, flats_of, grouped
 from workers.shuttle_map import ShuttleMap, parts
 
 # Below this, waking another thread takes longer than the slice.
-_SHARED_BYTES: Final = 256 * 1024
+SHARED_BYTES: Final = 256 * 1024
 
 
 class _Slice(NamedTuple):
@@ -91,8 +91,9 @@ class CpuCopier:
         digester: Digester,
         limiter: LinkLimiter,
         staging_bytes: int,
+        *,
         helper: Helper | None = None,
-        shared_bytes: int = _SHARED_BYTES,
+        shared_bytes: int = SHARED_BYTES,
     ) -> None:
         self._shuttles = shuttles
         self._digester = digester
@@ -288,9 +289,7 @@ class _Clock:
     @property
     def times(self) -> CopyTimes:
         """What was spent."""
-        return CopyTimes(
-            self._digest_s + self._verify_s, self._copy_s + self._gather_s, self._gather_s, self._verify_s
-        )
+        return CopyTimes(self._digest_s + self._verify_s, self._copy_s + self._gather_s, self._gather_s, self._verify_s)
 
     def gathered(self) -> None:
         """It went into a copy between rows and private memory."""

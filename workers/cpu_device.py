@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from ipc.messages import CudaIpcPool, Stage
-from workers.cpu_copier import CpuCopier
+from workers.cpu_copier import SHARED_BYTES, CpuCopier
 from workers.cpu_pool import CpuPool, open_host_pool
 from workers.device import HOST_SLICE_BYTES, DeviceFailure, LaneKind, PoolRefused
 from workers.digest import XXH3, Digester
@@ -23,16 +23,26 @@ _HELPER_CPUS: Final = 2
 
 
 class CpuDevice:
-    """See `workers.device.Device`."""
+    """See `workers.device.Device`. Slices of at least `shared_bytes` may go to a helper, if it `shares` (default: where
+    this process has two CPUs, which a worker has been given before it makes its device).
+    """
 
-    def __init__(self, digester: Digester, *, slice_bytes: int, link_bytes_per_s: float) -> None:
+    def __init__(
+        self,
+        digester: Digester,
+        *,
+        slice_bytes: int,
+        link_bytes_per_s: float,
+        shares: bool | None = None,
+        shared_bytes: int = SHARED_BYTES,
+    ) -> None:
         self._digester = digester
         self._link_bytes_per_s = link_bytes_per_s
         self._shuttles = ShuttleMap()
         self._copiers: dict[LaneKind, CpuCopier] = {}
         self._pools = 0
-        # A worker has been pinned to its CPUs before it makes its device.
-        self._helper = Helper(shares=len(os.sched_getaffinity(0)) >= _HELPER_CPUS)
+        self._helper = Helper(shares=len(os.sched_getaffinity(0)) >= _HELPER_CPUS if shares is None else shares)
+        self._shared_bytes = shared_bytes
         self.slice_bytes = min(slice_bytes, HOST_SLICE_BYTES)
         self.slice_rows = _SLICE_ROWS
         self.name = platform.processor() or platform.machine()
@@ -78,7 +88,14 @@ class CpuDevice:
         """See `Device`."""
         staging_bytes = self.slice_bytes if lane is LaneKind.RESTORE else 0
         limiter = LinkLimiter(self._link_bytes_per_s)
-        made = CpuCopier(self._shuttles, self._digester, limiter, staging_bytes, self._helper)
+        made = CpuCopier(
+            self._shuttles,
+            self._digester,
+            limiter,
+            staging_bytes,
+            helper=self._helper,
+            shared_bytes=self._shared_bytes,
+        )
         self._copiers[lane] = made
         return made
 

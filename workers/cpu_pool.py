@@ -78,8 +78,8 @@ class CpuPool:
         self._mapping[offset_bytes] ^= 0xFF
 
     def map_some(self) -> bool:
-        """Map the next pages that are reserved into this process, so that no copy stops at them (a restore over unmapped
-        rows takes twice its time); whether there are more. Any thread may call.
+        """Map the next pages that are reserved into this process, so that no copy stops at them (a restore over rows
+        that are not mapped takes twice its time); whether there are more. Any thread may call.
 
         What the engine has not reserved is left alone: it would become memory because we looked.
         """

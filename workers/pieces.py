@@ -74,12 +74,12 @@ class Units(NamedTuple):
     """Where a piece's bytes lie, for a gather: items of `records`, in order."""
 
     records: _Records
-    index: _Index
+    items: _Index
 
     def gather(self, target: Bytes) -> None:
         """Copy them into contiguous memory of their size."""
         # Other modes than the default write straight to their target. No item is out of range: every row was checked.
-        self.records.take(self.index, out=target.view(self.records.dtype), mode="clip")
+        self.records.take(self.items, out=target.view(self.records.dtype), mode="clip")
 
 
 class FlatPiece:
@@ -206,7 +206,7 @@ class _Part(NamedTuple):
     """
 
     runs: list[tuple[int, int]]
-    index: _Index | None
+    rows: _Index | None
     tail_row: int
     tail_tokens: int
     row_count: int
@@ -246,9 +246,9 @@ class Stack:
         plane_bytes = part.row_count * self._row_bytes
         together = max(1, PIECE_BYTES // plane_bytes)
         whole = part.live_rows == part.row_count and part.tail_row < 0
-        if part.index is not None and whole and self._dense and together > 1:
-            yield from self._rows_of_planes(part.index, range(self._planes), together)
-        elif part.index is None and together > 1:
+        if part.rows is not None and whole and self._dense and together > 1:
+            yield from self._rows_of_planes(part.rows, range(self._planes), together)
+        elif part.rows is None and together > 1:
             yield from self._runs_of_planes(part, together)
         else:
             for plane in range(self._planes):
@@ -313,8 +313,8 @@ class Stack:
         return unit, inside
 
     def _plane(self, plane: int, part: _Part) -> Iterator[Piece]:
-        if part.index is not None:
-            yield from self._indexed(plane, part.index)
+        if part.rows is not None:
+            yield from self._indexed(plane, part.rows)
         else:
             for first, count in part.runs:
                 yield from self._run(plane, first, count)
