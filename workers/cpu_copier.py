@@ -35,33 +35,42 @@ class _Slice(NamedTuple):
     times: CopyTimes
 
 
-class _Slot:
-    """One slice under way, with memory for it. One thread at a time works in a slot: the lane's or the helper."""
+class _Memory:
+    """What one thread needs at a time: staging for a slice, and scratch for a group of pieces."""
 
     def __init__(self, staging_bytes: int) -> None:
-        self.work: SliceWork | None = None
-        self.share: Share[_Slice] | None = None
-        self.staged: list[Bytes] = []
         self._staging = np.empty(staging_bytes, np.uint8)
-        self._scratch = np.empty(0, np.uint8)
+        self._scratch = np.empty(PIECE_BYTES, np.uint8)
 
     @property
-    def memory_bytes(self) -> int:
-        """Private memory of this slot."""
+    def size_bytes(self) -> int:
+        """All of it."""
         return len(self._staging) + len(self._scratch)
 
     def scratch(self, size_bytes: int) -> Bytes:
         """Memory for one group of pieces."""
         if size_bytes > len(self._scratch):
-            self._scratch = np.empty(max(size_bytes, PIECE_BYTES), np.uint8)
+            self._scratch = np.empty(size_bytes, np.uint8)
         return self._scratch[:size_bytes]
 
     def staging(self, work: SliceWork) -> list[Bytes]:
-        """Memory for every chunk of a slice; that of the slot's last one is over."""
+        """Memory for every chunk of a slice; that of the slice before is over."""
         ends = list(accumulate((chunk.span.length_bytes for chunk in work.chunks), initial=0))
         if ends[-1] > len(self._staging):
             self._staging = np.empty(ends[-1], np.uint8)
         return [self._staging[start:end] for start, end in pairwise(ends)]
+
+
+class _Slot:
+    """One slice under way. One thread at a time works in a slot: the lane's or the helper."""
+
+    __slots__ = ("memory", "share", "staged", "work")
+
+    def __init__(self, memory: _Memory) -> None:
+        self.memory = memory
+        self.work: SliceWork | None = None
+        self.share: Share[_Slice] | None = None
+        self.staged: list[Bytes] = []
 
     def take(self) -> SliceWork:
         """The slice, which is over."""
@@ -98,10 +107,12 @@ class CpuCopier:
         self._shuttles = shuttles
         self._digester = digester
         self._limiter = limiter
-        self._slots = (_Slot(staging_bytes), _Slot(0))
         # A simulated link is slower than one thread, and its limiter knows one only.
         self._helper = helper if helper is not None and helper.shares and not limiter.bytes_per_s else None
         self._shared_bytes = shared_bytes
+        # Without a helper nothing of a slice is done before the one before it is over.
+        self._memories = [_Memory(staging_bytes) for _ in range(1 if self._helper is None else 2)]
+        self._slots = (_Slot(self._memories[0]), _Slot(self._memories[-1]))
         self._times = CopyTimes(0.0, 0.0)
 
     @property
@@ -120,7 +131,7 @@ class CpuCopier:
     @property
     def staging_bytes(self) -> int:
         """Private memory of this copier."""
-        return sum(slot.memory_bytes for slot in self._slots)
+        return sum(memory.size_bytes for memory in self._memories)
 
     def begin_capture(self, slot: int, work: SliceWork) -> None:
         """See `Copier`."""
@@ -169,10 +180,10 @@ class CpuCopier:
             entry.drop()
         self._limiter.settle()
 
-    def _begin(self, slot: int, work: SliceWork, do: Callable[[_Slot, SliceWork], _Slice]) -> None:
+    def _begin(self, slot: int, work: SliceWork, do: Callable[[_Memory, SliceWork], _Slice]) -> None:
         entry, other = self._slots[slot], self._slots[1 - slot]
         entry.work = work
-        entry.share = Share(lambda: do(entry, work))
+        entry.share = Share(lambda: do(entry.memory, work))
         # The first slice of a job is the lane's own: it comes for it at once.
         if self._helper is not None and other.share is not None and _length(work) >= self._shared_bytes:
             self._helper.put(entry.share.do)
@@ -189,25 +200,25 @@ class CpuCopier:
     def _count(self, times: CopyTimes) -> None:
         self._times = CopyTimes(*map(sum, zip(self._times, times, strict=True)))
 
-    def _capture_slice(self, slot: _Slot, work: SliceWork) -> _Slice:
+    def _capture_slice(self, memory: _Memory, work: SliceWork) -> _Slice:
         """Copy a slice of the pool to its places; both must have one digest."""
         clock = _Clock()
         digests: list[bytes] = []
         for chunk in work.chunks:
-            digests.append(self._gather_chunk(slot, work, chunk, self._shuttles.views(chunk.place), clock))
+            digests.append(self._gather_chunk(memory, work, chunk, self._shuttles.views(chunk.place), clock))
         return _Slice(digests, [], clock.times)
 
-    def _stage_source(self, slot: _Slot, work: SliceWork) -> _Slice:
+    def _stage_source(self, memory: _Memory, work: SliceWork) -> _Slice:
         """Copy a slice of the pool to staging, proven like a capture."""
         clock = _Clock()
-        staged = slot.staging(work)
+        staged = memory.staging(work)
         for chunk, whole in zip(work.chunks, staged, strict=True):
-            self._gather_chunk(slot, work, chunk, [whole], clock)
+            self._gather_chunk(memory, work, chunk, [whole], clock)
         times = clock.times
         return _Slice([], staged, times._replace(gather_s=times.copy_s))
 
     def _gather_chunk(
-        self, slot: _Slot, work: SliceWork, chunk: ChunkWork, target: list[Bytes], clock: "_Clock"
+        self, memory: _Memory, work: SliceWork, chunk: ChunkWork, target: list[Bytes], clock: "_Clock"
     ) -> bytes:
         """Copy a chunk of the pool to one or several views, laid end to end; both must have one digest."""
         source, copied = self._digester.hasher(XXH3), self._digester.hasher(XXH3)
@@ -219,14 +230,14 @@ class CpuCopier:
             if len(outs) == 1:
                 _gather(group, outs[0])
             else:
-                whole = slot.scratch(size)
+                whole = memory.scratch(size)
                 _gather(group, whole)
                 _spread(whole, outs)
             self._limiter.moved(size, clock.last_s)
             clock.copied()
             if self.before_copy is not None:
                 self.before_copy(work)
-            _digest_source(slot, group, size, source)
+            _digest_source(memory, group, size, source)
             clock.digested()
             for out in outs:
                 copied.update(out)
@@ -236,21 +247,21 @@ class CpuCopier:
             raise SourceDiffers(chunk.number)
         return digest
 
-    def _digest_slice(self, slot: _Slot, work: SliceWork) -> _Slice:
+    def _digest_slice(self, memory: _Memory, work: SliceWork) -> _Slice:
         clock = _Clock()
         digests: list[bytes] = []
         for chunk in work.chunks:
             hasher = self._digester.hasher(XXH3)
             for group in grouped(_pool(work).view.pieces(chunk, work.rows)):
-                _digest_source(slot, group, sum([piece.size_bytes for piece in group]), hasher)
+                _digest_source(memory, group, sum([piece.size_bytes for piece in group]), hasher)
             digests.append(hasher.digest())
         clock.digested()
         return _Slice(digests, [], clock.times)
 
-    def _stage_shuttle(self, slot: _Slot, work: SliceWork) -> _Slice:
+    def _stage_shuttle(self, memory: _Memory, work: SliceWork) -> _Slice:
         """Copy a slice from its places to staging, and check there that every chunk has its digest."""
         clock = _Clock()
-        staged = slot.staging(work)
+        staged = memory.staging(work)
         for chunk, whole in zip(work.chunks, staged, strict=True):
             hasher = self._digester.hasher(chunk.algorithm)
             at = 0
@@ -312,10 +323,10 @@ class _Clock:
         return self.last_s - before_s
 
 
-def _digest_source(slot: _Slot, group: list[Piece], size_bytes: int, hasher: Hasher) -> None:
+def _digest_source(memory: _Memory, group: list[Piece], size_bytes: int, hasher: Hasher) -> None:
     flats = flats_of(group)
     if flats is None:
-        whole = slot.scratch(size_bytes)
+        whole = memory.scratch(size_bytes)
         _gather(group, whole)
         hasher.update(whole)
         return
