@@ -1,13 +1,17 @@
 """Work that two threads may come for is done once, and its owner gets what came of it."""
 
+import contextlib
 import gc
+import sys
 import threading
+import traceback
 import weakref
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tests.support.wait import wait_until
 from workers.helper import Helper, Share
 
 
@@ -96,22 +100,28 @@ def test_what_is_given_up_is_not_done_any_more() -> None:
 
 
 def test_giving_up_waits_for_whoever_is_at_it() -> None:
-    began, go_on = threading.Event(), threading.Event()
+    owner = threading.get_ident()
+    began = threading.Event()
     done: list[int] = []
+
+    def waits() -> bool:
+        frame = sys._current_frames()[owner]
+        return any(entry.name == "give_up" for entry in traceback.extract_stack(frame))
 
     def slow() -> None:
         began.set()
-        assert go_on.wait(10)
+        with contextlib.suppress(AssertionError):
+            wait_until(waits)
         done.append(1)
 
     share = Share(slow)
     worker = threading.Thread(target=share.do)
     worker.start()
     assert began.wait(10)
-    threading.Thread(target=go_on.set).start()
     share.give_up()
-    assert done == [1]
+    ended = list(done)
     worker.join()
+    assert ended == [1]
 
 
 @settings(max_examples=20, deadline=None)

@@ -111,9 +111,12 @@ def test_pieces_are_the_chunks_bytes(kind: str, row_bytes: int, planes: int, dat
     live = data.draw(st.integers(1, 3 if row_bytes > 4 * KIB else 40))
     if row_bytes > 16 * KIB:
         planes = min(planes, 2)
+    down = data.draw(st.booleans())
     per_row = data.draw(st.sampled_from([1, 4])) if row_bytes % 4 == 0 else 1
     rows_there = live + data.draw(st.integers(0, 4))
     layout = layout_of(kind, row_bytes, planes, rows_there, per_row)
+    if down:
+        layout = StageLayout(one_group(layout.groups[0].planes[::-1]), chunk_tokens=layout.chunk_tokens)
     order = data.draw(st.sampled_from(["run", "runs", "any"]))
     first = data.draw(st.integers(0, rows_there - live))
     rows = list(range(first, first + live))
