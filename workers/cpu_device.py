@@ -45,6 +45,7 @@ class CpuDevice:
         self._shared_bytes = shared_bytes
         self.slice_bytes = min(slice_bytes, HOST_SLICE_BYTES)
         self.slice_rows = _SLICE_ROWS
+        self.digest_slice_bytes = max(slice_bytes, HOST_SLICE_BYTES)
         self.name = platform.processor() or platform.machine()
         self.digest_algorithm = XXH3
         self.digest_path = "numpy"
