@@ -160,3 +160,21 @@ def test_a_simulated_link_is_held_by_one_thread() -> None:
             assert isinstance(rig.capture(list(range(64)), 64, rig.places(64)), JobDone)
     # A helper needs memory of its own.
     assert staging[0] == 2 * staging[1]
+
+
+@pytest.mark.parametrize("helped", [False, True])
+def test_times_say_what_went_between_rows_and_staging_and_into_proofs(helped: bool) -> None:
+    rows = list(range(64))
+    with Rig(slot_layout(rows=128), helped=helped) as rig:
+        places = rig.places(64)
+        captured = rig.capture(rows, 64, places)
+        assert isinstance(captured, JobDone)
+        assert captured.gather_s == 0 < captured.verify_s < captured.digest_s
+        restored = rig.restore(rows, 64, places, captured.digests)
+        assert isinstance(restored, JobDone)
+        assert 0 < restored.gather_s < restored.copy_s
+        assert 0 < restored.verify_s == restored.digest_s
+        copied = rig.copy(rows, range(64, 128), 64)
+        assert isinstance(copied, JobDone)
+        assert copied.gather_s == pytest.approx(copied.copy_s)
+        assert 0 < copied.verify_s < copied.digest_s
