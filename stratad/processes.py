@@ -17,6 +17,7 @@ from typing import Final
 
 from ipc.codec import BadFrame, decode, encode
 from ipc.messages import Exited, Forked, ForkFailed, TemplateNews, TemplateReady, WorkerSpec
+from workers.streaming import with_streaming
 
 PACKET_BYTES: Final = 256 * 1024
 STATUS_WAIT_S: Final = 0.05
@@ -76,7 +77,7 @@ class Template:
                 pid = os.posix_spawn(
                     sys.executable,
                     command,
-                    os.environ,
+                    with_streaming(os.environ),
                     file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)],
                     setsigmask=[],
                     setsigdef=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE],

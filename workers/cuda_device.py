@@ -13,7 +13,8 @@ from ipc.messages import CudaIpcPool, Stage
 from shm.gpu_runtime import ANY_DIRECTION, HOST_TO_DEVICE, GpuError, GpuRuntime, GpuUnavailable
 from shm.layout import LayoutError, check_layout
 from workers.compiler import CompilerUnavailable
-from workers.cpu_device import CpuCopier, CpuPool, open_host_pool
+from workers.cpu_copier import CpuCopier
+from workers.cpu_pool import CpuPool, open_host_pool
 from workers.cuda_copier import LOCK_STEP_BYTES, CudaCopier
 from workers.cuda_memory import Counts, DeviceMemory, SlotMemory, translated
 from workers.cuda_pool import AllocationBook, CudaPool, PoolMemory

@@ -132,8 +132,8 @@ class Copier(Protocol):
     """Copies slices for one lane (see the module's text)."""
 
     before_copy: Callable[[SliceWork], None] | None
-    """Called between a source's digest and its copy, and before a verified slice is written to its rows; only
-    `workers.faulty` sets it.
+    """Called between the two readings of a source, one to copy and one to digest it, and before a verified slice is
+    written to its rows; perhaps on a helper's thread. Only `workers.faulty` sets it.
     """
 
     @property

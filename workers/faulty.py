@@ -179,7 +179,7 @@ class FaultyCopier:
 
     def _takes(self, begun: _Slice, fault: str) -> bool:
         """Whether a fault strikes a slice now; the same order does so once a slice."""
-        for hit in begun.hits:
+        for hit in list(begun.hits):
             if hit.order.fault == fault and hit.order.strikes(hit.copy):
                 begun.hits.remove(hit)
                 hit.order.done = max(
@@ -213,7 +213,10 @@ class FaultyCopier:
             os._exit(1)
 
     def _between(self, work: SliceWork) -> None:
-        begun = next(one for one in self._slices.values() if one.work is work)
+        # Perhaps on a helper's thread, so beside the lane, whose job may have failed meanwhile.
+        begun = next((one for one in list(self._slices.values()) if one.work is work), None)
+        if begun is None:
+            return
         if self._takes(begun, "copy_kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._takes(begun, "flip_source"):

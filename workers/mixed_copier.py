@@ -6,7 +6,7 @@ are under way belong to the same copier.
 
 from collections.abc import Callable
 
-from workers.cpu_device import CpuCopier
+from workers.cpu_copier import CpuCopier
 from workers.cuda_copier import CudaCopier
 from workers.device import Copier, CopyTimes, SliceWork
 

@@ -85,11 +85,14 @@ class Rig:
         link_bytes_per_s: float = 0.0,
         shuttle_granules: int = 160,
         pool_bytes: int = 0,
+        helped: bool = False,
     ) -> None:
         self.layout = layout
         self.random = random.Random(seed)
         self.digester = Digester(KEY)
-        cpu = CpuDevice(self.digester, slice_bytes=slice_bytes, link_bytes_per_s=link_bytes_per_s)
+        cpu = CpuDevice(
+            self.digester, slice_bytes=slice_bytes, link_bytes_per_s=link_bytes_per_s, shares=helped, shared_bytes=0
+        )
         self.book = FaultBook(faults or {})
         self.device: Device = cpu if faults is None else FaultyDevice(cpu, self.book)
         self.pool_bytes = pool_bytes or layout.end_bytes
@@ -103,7 +106,8 @@ class Rig:
         os.close(descriptor)
         self.shuttle = mmap.mmap(-1, shuttle_granules * GRANULE_BYTES)
         self.device.add_shuttle(0, memoryview(self.shuttle))
-        self.lanes = {kind: Lane(kind, self.device.copier(kind)) for kind in LaneKind}
+        self.copiers = {kind: self.device.copier(kind) for kind in LaneKind}
+        self.lanes = {kind: Lane(kind, copier) for kind, copier in self.copiers.items()}
         self._fragment = fragment
         self._granules = list(range(1, shuttle_granules))
         if fragment:

@@ -25,7 +25,7 @@ from tests.unit.workers.fake_gpu import AT_ONCE
 from tests.unit.workers.gpu_rig import Gpu
 from tests.unit.workers.rig import Rig, slot_layout
 from tests.unit.workers.supervisor import own_process
-from workers.cpu_device import CpuCopier
+from workers.cpu_copier import CpuCopier
 from workers.device import DevicePool
 from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice, FaultyPool

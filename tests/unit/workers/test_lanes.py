@@ -27,7 +27,7 @@ from tests.unit.workers.shape_checks import (
     check_digests_that_are_cancelled,
     granules_of,
 )
-from workers.cpu_device import CpuCopier
+from workers.cpu_copier import CpuCopier
 from workers.device import CopyTimes, DeviceFailure, LaneKind, SliceWork
 from workers.digest import MLH, XXH3
 from workers.lanes import JobHooks, Lane

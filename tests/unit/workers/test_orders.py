@@ -40,7 +40,8 @@ def ends(tmp_path: Path) -> Iterator[Ends]:
 def test_a_descriptor_behind_more_than_one_drain_is_found(ends: Ends) -> None:
     layout = slot_layout()
     letters: list[PoolLetter] = []
-    orders = PoolOrders(CpuDevice(Digester(KEY), slice_bytes=4096, link_bytes_per_s=0.0), ends.worker, letters.append)
+    device = CpuDevice(Digester(KEY), slice_bytes=4096, link_bytes_per_s=0.0)
+    orders = PoolOrders(device, ends.worker, letters.append)
     descriptor = create_pool("test", layout.end_bytes)
     last = MAX_DRAINED + 1
     for tag in range(last + 1):
@@ -55,3 +56,4 @@ def test_a_descriptor_behind_more_than_one_drain_is_found(ends: Ends) -> None:
     made = letters[0]
     assert isinstance(made, PoolMade)
     made.entry.pool.close()
+    device.close()
