@@ -16,7 +16,7 @@ import zmq
 
 from ipc.codec import BadFrame
 from ipc.rundir import GROUP_REACH, Reach, check_socket_path, owner_only, prepare_directory, set_reach
-from ipc.wire import receive_all, send_to_now
+from ipc.wire import readable, receive_all, send_to_now
 
 FLUSH_S: Final = 0.005
 # Long enough for a last reply to leave, short enough for a stop; without a bound a dead peer would hang the end.
@@ -90,6 +90,7 @@ class RouterServer:
         total_bytes: int,
     ) -> None:
         self._socket = socket
+        self._fileno = socket.fileno()
         self._own_context = context
         self._path = path
         self._max_message_bytes = max_message_bytes
@@ -160,7 +161,12 @@ class RouterServer:
         """ZeroMQ's own descriptor. It is edge-triggered: whoever polls it must call `recv_all` until it gives less
         than its limit, also after each send, before polling again.
         """
-        return self._socket.fileno()
+        return self._fileno
+
+    @property
+    def readable(self) -> bool:
+        """Whether `recv_all` would find something; to be asked before each wait for `fileno`, after the last send."""
+        return readable(self._socket)
 
     @property
     def pending_count(self) -> int:

@@ -4,13 +4,13 @@ import contextlib
 import functools
 import logging
 import os
+import select
 import signal
 import socket
 import time
 from typing import Final, assert_never
 
 import msgspec
-import zmq
 
 from ipc.lifeline import LifelineServer, Refused
 from ipc.logs import fields
@@ -98,7 +98,7 @@ class Supervisor:
         self._stop_s = stop_s
         self._stop_deadline_s: float | None = None
         self._watch = watch
-        self._poller = zmq.Poller()
+        self._poller = select.poll()
         self._signals: socket.socket | None = None
         self._wakeup: socket.socket | None = None
         self._turn = turn = Turn(core, self._perform, self._not_performed, self._performed)
@@ -113,9 +113,8 @@ class Supervisor:
         """Serve until a signal asks to stop and every worker has ended."""
         self._catch_signals()
         self._workers.start()
-        self._poller.register(self._clients.server.socket, zmq.POLLIN)
-        self._poller.register(self._workers.server.socket, zmq.POLLIN)
-        self._poller.register(self._watch.fileno(), zmq.POLLIN)
+        for descriptor in (self._clients.server.fileno(), self._workers.server.fileno(), self._watch.fileno()):
+            self._poller.register(descriptor, select.POLLIN)
         self._watch.add(self._listener.fileno(), self._on_connect)
         self._turn.tell_time()
         self._turn.event(self._core.start)
@@ -125,16 +124,20 @@ class Supervisor:
             self._take_turn()
 
     def _take_turn(self) -> None:
-        wait_ms, before_s = self._wait_ms(), self._turn.now.now_s
-        ready = [key for key, _ in self._poller.poll(wait_ms)]
+        clients, workers = self._clients.server, self._workers.server
+        # Their descriptors tell of changes only, which what was sent in the last turn may have taken in.
+        more_clients, more_workers = clients.readable, workers.readable
+        wait_ms = 0 if more_clients or more_workers else self._wait_ms()
+        before_s = self._turn.now.now_s
+        ready = {descriptor for descriptor, _ in self._poller.poll(wait_ms)}
         now = self._turn.tell_time()
         lost_s = now.now_s - before_s - wait_ms / 1000.0
         if lost_s > STILL_S:  # stopped, or held up by a call: others did their work meanwhile, and nobody looked
             log.warning("the daemon's loop stood still", extra=fields(for_s=round(lost_s, 3)))
             self._turn.event(functools.partial(self._core.stood_still, lost_s))
-        if self._workers.server.socket in ready:  # before the descriptors: what a dead worker still said counts
+        if more_workers or workers.fileno() in ready:  # before the descriptors: what a dead worker still said counts
             self._workers.receive()
-        if self._clients.server.socket in ready:
+        if more_clients or clients.fileno() in ready:
             self._clients.receive()
         if self._watch.fileno() in ready:
             for handler in self._watch.ready():

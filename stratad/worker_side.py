@@ -13,7 +13,8 @@ from ipc.codec import BadFrame, decode
 from ipc.lifeline import Life, Lifeline
 from ipc.logs import fields
 from ipc.messages import Report, WorkerHello, WorkerSpec
-from ipc.server import FLUSH_S, Incoming, RouterServer, one_frame
+from ipc.server import FLUSH_S, Incoming, one_frame
+from ipc.stream_server import StreamServer
 from shm.headroom import oom_kills
 from shm.process import start_ticks
 from stratad.core.effects import KillWorker, SendTo, SpawnWorker
@@ -36,7 +37,7 @@ class WorkerSide:
     """
 
     def __init__(
-        self, turn: Turn, watch: Watch, server: RouterServer, processes: Processes, plans: dict[str, WorkerSpec]
+        self, turn: Turn, watch: Watch, server: StreamServer, processes: Processes, plans: dict[str, WorkerSpec]
     ) -> None:
         self.server = server
         self.processes = processes

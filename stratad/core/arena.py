@@ -119,8 +119,8 @@ class Arena:
         """
         granules = [granules_for(length) for length in lengths_bytes]
         runs = self.allocate(sum(granules) * GRANULE_BYTES)
-        if runs is None:
-            return None
+        if runs is None or len(granules) == 1:
+            return None if runs is None else [runs]
         cut: list[tuple[Extent, ...]] = []
         run = iter(runs)
         shuttle, start, left = 0, 0, 0

@@ -172,7 +172,10 @@ class StoredPiece(NamedTuple):
 def needed_granules(draft: Draft) -> dict[str, int]:
     """Granules that the chunks take, by worker."""
     need: dict[str, int] = {}
+    counted: dict[int, int] = {}  # stages of one kind share their spans
     for worker, stage_spans in zip(draft.scope.workers, draft.spans, strict=True):
-        granules = sum(granules_for(span.length_bytes) for span in stage_spans)
+        granules = counted.get(id(stage_spans))
+        if granules is None:
+            granules = counted[id(stage_spans)] = sum([granules_for(span.length_bytes) for span in stage_spans])
         need[worker] = need.get(worker, 0) + granules
     return need
