@@ -6,8 +6,8 @@ and torch are never imported for a caller who does not use them: their objects a
 
 import sys
 from array import array
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
 from operator import itemgetter, sub
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, cast
 
@@ -147,13 +147,24 @@ def _rows_of_numbers(numbers: "array[int]") -> RowList:
     if not numbers:
         return RowList(b"", 0, 0, single=True)
     breaks = [at for at, step in enumerate(map(sub, numbers[1:], numbers), 1) if step != 1]
-    firsts = [numbers[at] for at in (0, *breaks)]
-    counts = list(map(sub, (*breaks, len(numbers)), (0, *breaks)))
+    firsts: Sequence[int] = [numbers[at] for at in (0, *breaks)]
+    counts: Iterable[int] = list(map(sub, (*breaks, len(numbers)), (0, *breaks)))
     if min(firsts) < 0 or max(numbers) >= U32_LIMIT:
         return _checked(tuple(zip(firsts, counts, strict=True)))  # says which
+    single = _lie_alone(len(firsts), len(numbers))
+    if single:
+        firsts, counts = numbers, repeat(1, len(numbers))
     pairs = array("I", bytes(8 * len(firsts)))
     pairs[0::2], pairs[1::2] = array("I", firsts), array("I", counts)
-    return RowList(_little(pairs), len(numbers), max(numbers) + 1, single=len(firsts) == len(numbers))
+    return RowList(_little(pairs), len(numbers), max(numbers) + 1, single=single)
+
+
+def _lie_alone(runs: int, rows: int) -> bool:
+    """Whether rows that could be joined to so many runs are better left alone: a list in which each row is a run of its
+    own is checked and compared at a fraction of the price, and here and there two rows of a shuffled pool are
+    neighbours.
+    """
+    return 4 * runs > 3 * rows
 
 
 def _rows_of_array(rows: ArrayLike) -> RowList:
@@ -174,8 +185,10 @@ def _rows_of_array(rows: ArrayLike) -> RowList:
         return RowList(b"", 0, 0, single=True)
     starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 2) != 1)
     counts = np.diff(starts, append=len(numbers))
-    packed = np.column_stack((numbers[starts], counts)).astype("<u4").tobytes()
-    return RowList(packed, len(numbers), int(numbers.max()) + 1, single=len(starts) == len(numbers))
+    single = _lie_alone(len(starts), len(numbers))
+    firsts, counts = (numbers, np.ones_like(numbers)) if single else (numbers[starts], counts)
+    packed = np.column_stack((firsts, counts)).astype("<u4").tobytes()
+    return RowList(packed, len(numbers), int(numbers.max()) + 1, single=single)
 
 
 def _integers(values: ArrayLike, code: str, what: str, axes: int = 1) -> "np.ndarray":
