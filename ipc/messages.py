@@ -81,6 +81,10 @@ class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `state` is ``done``, ``failed`` or ``untouched`` (its job never started). `rows_undefined` are the rows and slots of
     each group whose bytes the operation may have written and that must not be used (empty: none of any group).
+
+    The worker waited `event_s` for the engine's event and `queue_s` for its lane, where the job then was for `lane_s`:
+    `digest_s` of it on digests, `verify_s` of these on proving bytes that were copied; and `copy_s` on copies,
+    `gather_s` of these between rows and staging. What was digested, moved or not, is `digested_bytes`.
     """
 
     stage: int
@@ -92,6 +96,11 @@ class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     digest_s: float = 0.0
     copy_s: float = 0.0
     lane_s: float = 0.0
+    gather_s: float = 0.0
+    verify_s: float = 0.0
+    event_s: float = 0.0
+    queue_s: float = 0.0
+    digested_bytes: int = 0
 
 
 class WorkerProcess(msgspec.Struct, frozen=True):
@@ -1175,6 +1184,14 @@ class DisarmFault(Message, frozen=True, tag="disarm_fault"):
     fault: int
 
 
+class TraceCopies(Message, frozen=True, tag="trace_copies"):
+    """Measure the times of copies on the device itself (`on`), or only by what its host waits for, which costs
+    nothing. What is being copied now is measured either way.
+    """
+
+    on: bool
+
+
 class TakeCensus(Message, frozen=True, tag="take_census"):
     """Ask for the worker's counters."""
 
@@ -1196,6 +1213,7 @@ Command: TypeAlias = (
     | CancelJob
     | ArmFault
     | DisarmFault
+    | TraceCopies
     | TakeCensus
     | StopWorker
 )
@@ -1295,7 +1313,7 @@ class JobDone(Message, frozen=True, tag="job_done"):
     """A job ended well. `digests` holds those of a capture, or those that were asked for, in chunk order; `lane_s` is
     the time from its start on the lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on
     `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool in host memory on a GPU's
-    worker).
+    worker). The other times are those of a `StageOutcome`.
     """
 
     job: int
@@ -1305,12 +1323,17 @@ class JobDone(Message, frozen=True, tag="job_done"):
     digests: bytes = b""
     lane_s: float = 0.0
     algorithm: str = ""
+    gather_s: float = 0.0
+    verify_s: float = 0.0
+    event_s: float = 0.0
+    queue_s: float = 0.0
+    digested_bytes: int = 0
 
 
 class JobFailed(Message, frozen=True, tag="job_failed"):
     """A job failed. `chunk` is the number of the offending chunk or -1. `rows_undefined` are the rows and slots of each
     group that a restore or copy has written already, or partly (empty: none). `sticky` says that the device is of no
-    more use: the worker exits after this message.
+    more use: the worker exits after this message. The times are those of a `StageOutcome`, up to the failure.
     """
 
     job: int
@@ -1320,6 +1343,13 @@ class JobFailed(Message, frozen=True, tag="job_failed"):
     rows_undefined: tuple[bytes, ...] = ()
     sticky: bool = False
     moved_bytes: int = 0
+    digest_s: float = 0.0
+    copy_s: float = 0.0
+    lane_s: float = 0.0
+    gather_s: float = 0.0
+    verify_s: float = 0.0
+    event_s: float = 0.0
+    queue_s: float = 0.0
 
 
 class FaultStruck(Message, frozen=True, tag="fault_struck"):
@@ -1381,6 +1411,7 @@ class WorkerSpec(Message, frozen=True, tag="fork"):
     identity: bytes = b""
     faults: dict[str, str] = {}
     allow_faults: bool = False
+    huge_pages: bool = False
 
 
 TemplateOrder: TypeAlias = WorkerSpec

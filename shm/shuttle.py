@@ -5,10 +5,8 @@ Every page is reserved before the first byte is written: writing to a hole of a 
 """
 
 import contextlib
-import ctypes
 import enum
 import errno
-import mmap
 import os
 import resource
 import stat
@@ -22,6 +20,7 @@ import posix_ipc
 from shm.extent import GRANULE_BYTES
 from shm.header import HEADER_BYTES, ShuttleHeader, pack_header, unpack_header
 from shm.headroom import Headroom, memory_headroom
+from shm.mapping import SharedMapping
 from shm.turns import TurnTaken, turn
 
 MOUNT: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lives
@@ -73,10 +72,9 @@ class Shuttle:
     `view` is the whole segment, writable, header included; `address` is where it lies in this process.
     """
 
-    def __init__(self, header: ShuttleHeader, mapping: mmap.mmap) -> None:
+    def __init__(self, header: ShuttleHeader, mapping: SharedMapping) -> None:
         self.header: Final = header
-        self._mapping: mmap.mmap | None = mapping
-        self._view = memoryview(mapping)
+        self._mapping: SharedMapping | None = mapping
 
     @classmethod
     def create(
@@ -132,7 +130,18 @@ class Shuttle:
     @property
     def view(self) -> memoryview:
         """All bytes of the segment; slices of it must not outlive the shuttle's use."""
-        return self._view
+        return memoryview(b"") if self._mapping is None else self._mapping.view
+
+    @property
+    def mapping(self) -> SharedMapping:
+        """The mapping itself.
+
+        Raises:
+            ValueError: the shuttle is closed.
+        """
+        if self._mapping is None:
+            raise ValueError(f"shuttle {self.header.segment} is closed")
+        return self._mapping
 
     @property
     def address(self) -> int:
@@ -141,19 +150,13 @@ class Shuttle:
         Raises:
             ValueError: the shuttle is closed.
         """
-        if self._mapping is None:
-            raise ValueError(f"shuttle {self.header.segment} is closed")
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        return self.mapping.address
 
     def close(self) -> None:
         """Unmap. While slices of `view` are still held the mapping lingers and goes with the last of them."""
         mapping, self._mapping = self._mapping, None
-        if mapping is None:
-            return
-        with contextlib.suppress(BufferError):
-            self._view.release()
+        if mapping is not None:
             mapping.close()
-        self._view = memoryview(b"")
 
     def __enter__(self) -> Self:
         return self
@@ -311,9 +314,9 @@ def _check_identity(descriptor: int, header: ShuttleHeader) -> None:
         raise ShuttleError(ShuttleFault.REFUSED, f"the segment {header.segment} is refused: {problem}")
 
 
-def _map(descriptor: int, shuttle_bytes: int) -> mmap.mmap:
+def _map(descriptor: int, shuttle_bytes: int) -> SharedMapping:
     try:
-        return mmap.mmap(descriptor, shuttle_bytes)
+        return SharedMapping.of(descriptor, shuttle_bytes)
     except OSError as exc:
         # The segment is good; this process has no room for it now (address space, mappings, a descriptor).
         text = (

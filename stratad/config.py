@@ -64,6 +64,8 @@ class RamConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: bool = True
     # What a shuttle lacked (room, memory, descriptors) may be there again; nobody tells the daemon.
     grow_again_s: Seconds = 10.0
+    # Worth their price where shuttles are page-locked: the end of such a process takes the kernel seconds without.
+    huge_pages: Literal["auto", "on", "off"] = "auto"
 
 
 class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

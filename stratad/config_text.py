@@ -19,6 +19,7 @@ MEANINGS: Final[dict[str, str]] = {
     "ram.shuttle_bytes": "bytes of one shared-memory segment, a multiple of 64 KiB",
     "ram.prefault": "make all shuttles at the start instead of when they are needed (true or false)",
     "ram.grow_again_s": "seconds until a shuttle that lacked room, memory or descriptors is tried again",
+    "ram.huge_pages": "have the kernel put new shuttles into pages of 2 MiB: on, off, or auto (those of GPUs)",
     "ram.keep": "images outlive a stop of the daemon in /dev/shm; false: a stop frees everything (true or false)",
     "copy.parallel": "copy stages side by side, captures beside restores; false: one after another (true or false)",
     "copy.slice_bytes": "bytes at most that a lane copies before it looks for a cancellation",

@@ -355,7 +355,13 @@ def _spec(config: Config, paths: SocketPaths, key: bytes, device: DeviceSpec) ->
         log_format=config.log.format,
         faults=_faults(config.testing.worker_faults, device.worker),
         allow_faults=config.testing.allow_faults,
+        huge_pages=_huge_pages(config, device),
     )
+
+
+def _huge_pages(config: Config, device: DeviceSpec) -> bool:
+    wanted = config.ram.huge_pages
+    return wanted == "on" or (wanted == "auto" and not device.device.startswith("cpu:"))
 
 
 def _fault_points(config: Config) -> FaultPoints | None:

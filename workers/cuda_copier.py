@@ -84,11 +84,16 @@ class CudaCopier:
         self._slots = (_Slot(runtime, counts, staging_bytes, move), _Slot(runtime, counts, staging_bytes, move))
         self._digest_s = 0.0
         self._copy_s = 0.0
+        self._exact = False
 
     @property
     def times(self) -> CopyTimes:
         """See `Copier`; the host's waiting for sums counts as digest, all other waiting as copy."""
         return CopyTimes(self._digest_s, self._copy_s)
+
+    def measure(self, *, exact: bool) -> None:
+        """See `Copier`."""
+        self._exact = exact
 
     @property
     def copies_behind(self) -> bool:

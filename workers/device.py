@@ -118,10 +118,14 @@ class SliceWork(NamedTuple):
 
 
 class CopyTimes(NamedTuple):
-    """Seconds spent since the copier was made."""
+    """Seconds spent since the copier was made. `gather_s` of `copy_s` went between rows and staging, not over the link;
+    `verify_s` of `digest_s` proved bytes that were copied. A copier that cannot tell them apart leaves them 0.
+    """
 
     digest_s: float
     copy_s: float
+    gather_s: float = 0.0
+    verify_s: float = 0.0
 
 
 class Copier(Protocol):
@@ -135,6 +139,10 @@ class Copier(Protocol):
     @property
     def times(self) -> CopyTimes:
         """Totals; a lane takes differences."""
+        ...
+
+    def measure(self, *, exact: bool) -> None:
+        """From the next slice on: take `times` on the device, or by what the host waits for. Any thread may call it."""
         ...
 
     @property

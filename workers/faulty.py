@@ -114,6 +114,10 @@ class FaultyCopier:
         """See `Copier`."""
         return self._inner.times
 
+    def measure(self, *, exact: bool) -> None:
+        """See `Copier`."""
+        self._inner.measure(exact=exact)
+
     @property
     def copies_behind(self) -> bool:
         """See `Copier`."""

@@ -6,16 +6,20 @@ each turn, so it holds up nobody.
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+import msgspec
+
 from ipc.messages import CopyCommand, EventAwaited, JobDone, JobFailed, SourceFree
 from workers.device import Device, DeviceFailure, LaneKind
 from workers.jobs import JobEvent, JobRecord, JobRefused, JobState
-from workers.lanes import JobHooks, Lane, PlannedJob, plan_job
+from workers.lanes import JobHooks, Lane
 from workers.orders import PoolOrders
+from workers.plans import PlannedJob, plan_job
 from workers.pool_book import PoolEntry
 from workers.threads import TaskThread
 
@@ -31,20 +35,29 @@ class DeviceLost(Exception):
 
 
 class ActiveJob:
-    """A job that has no final report yet. It came at `since_s` and may wait for its engine's event for `event_wait_s`.
-    `stop` is set by the loop and read by the lane between slices.
+    """A job that has no final report yet. It came at `since_s` and may wait for its engine's event for `event_wait_s`;
+    from `ready_s` it waited for its lane, which has begun it at `begun_s` (infinite: not yet). `stop` is set by the
+    loop and read by the lane between slices.
     """
 
-    __slots__ = ("entry", "event_wait_s", "plan", "record", "since_s", "stop", "told_waiting")
+    __slots__ = ("begun_s", "entry", "event_wait_s", "plan", "ready_s", "record", "since_s", "stop", "told_waiting")
 
     def __init__(self, plan: PlannedJob, entry: PoolEntry, since_s: float, event_wait_s: float) -> None:
         self.plan = plan
         self.entry = entry
         self.record = JobRecord(plan.job)
         self.since_s = since_s
+        self.ready_s = self.begun_s = math.inf
         self.event_wait_s = event_wait_s
         self.told_waiting = False
         self.stop = False
+
+    def with_waits(self, report: JobDone | JobFailed) -> JobDone | JobFailed:
+        """Its final report, made now, with how long it waited for what."""
+        now_s = time.monotonic()
+        ready_s = min(self.ready_s, now_s)
+        queue_s = max(min(self.begun_s, now_s) - ready_s, 0.0)
+        return msgspec.structs.replace(report, event_s=ready_s - self.since_s, queue_s=queue_s)
 
 
 class LaneEnded:
@@ -118,6 +131,11 @@ class JobDesk:
         """Jobs under way, and totals since the start."""
         return {"jobs": len(self._jobs), "jobs_done": self._done, "jobs_failed": self._failed}
 
+    def measure(self, *, exact: bool) -> None:
+        """How exactly the times of copies are taken from now on."""
+        for state in self._lanes.values():
+            state.lane.measure(exact=exact)
+
     def timeout_ms(self) -> int | None:
         """How long the loop may sleep: a millisecond at most while a job waits for its event, which serves events,
         engines' deaths and deadlines alike.
@@ -157,6 +175,7 @@ class JobDesk:
                 self._waiting.append(active)
                 self.ask_events(now_s)
             else:
+                active.ready_s = now_s
                 self._dispatch(active)
             return
         self._failed += 1
@@ -173,6 +192,7 @@ class JobDesk:
                     if active.told_waiting:
                         self._send(EventAwaited(active.plan.job, reached=True))
                     active.record.apply(JobEvent.READY)
+                    active.ready_s = now_s
                     self._dispatch(active)
                 elif active.entry.engine_gone(now_s):
                     self._give_up(active, "engine_gone", "the engine died before its event")
@@ -224,6 +244,7 @@ class JobDesk:
             state.queue.append(active)
         elif active.plan.moved_bytes <= self._inline_bytes:
             active.record.apply(JobEvent.START)
+            active.begun_s = time.monotonic()
             self._finish(active, state.lane.run(active.plan, JobHooks(lambda: False, lambda: None)))
         else:
             self._hand_over(state, active)
@@ -235,6 +256,7 @@ class JobDesk:
         hooks = JobHooks(lambda: active.stop, lambda: self._post(SourceFree(job)))
 
         def task() -> None:
+            active.begun_s = time.monotonic()
             self._post(LaneEnded(active, state.lane.run(active.plan, hooks)))
 
         state.thread.put(task)
@@ -256,7 +278,7 @@ class JobDesk:
     def _end(self, active: ActiveJob, report: JobDone | JobFailed) -> None:
         """Send a job's final report and let go of it."""
         self._jobs.pop(active.plan.job, None)
-        self._send(report)
+        self._send(active.with_waits(report))
         self._pools.job_ended(active.entry)
         if isinstance(report, JobDone):
             self._done += 1

@@ -15,62 +15,13 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ipc.messages import CaptureJob, CopyCommand, CopyJob, DigestJob, JobDone, JobFailed, RestoreJob
-from shm.extent import unpack_places
-from shm.layout import StageLayout
-from shm.rows import unpack_numbers
-from workers.device import (
-    HOST_SLICE_BYTES,
-    ChunkDamaged,
-    Copier,
-    Device,
-    DeviceFailure,
-    DevicePool,
-    LaneKind,
-    SliceWork,
-    SourceDiffers,
-)
-from workers.digest import XXH3
-from workers.jobs import (
-    ChunkWork,
-    JobRefused,
-    SliceRange,
-    capture_chunks,
-    copy_chunks,
-    digest_chunks,
-    plan_slices,
-    restore_chunks,
-    rows_needed,
-)
+from ipc.messages import JobDone, JobFailed
+from workers.device import ChunkDamaged, Copier, DeviceFailure, LaneKind, SliceWork, SourceDiffers
+from workers.jobs import JobRefused, rows_needed
+from workers.plans import PlannedJob
 from workers.rowmap import RowMap
 
 _log: Final = logging.getLogger(__name__)
-
-
-class PlannedJob(NamedTuple):
-    """A checked job, ready to run. `moved_bytes` is what it will move, or with `digests_only` read. `written` are the
-    rows of each group that it writes, if any; of a copy they are others than `rows`, which it reads. `algorithm` makes
-    its digests, where that is not the device's own.
-    """
-
-    job: int
-    lane: LaneKind
-    pool: DevicePool
-    rows: tuple[RowMap, ...]
-    written: tuple[RowMap, ...]
-    chunks: tuple[ChunkWork, ...]
-    slices: tuple[SliceRange, ...]
-    moved_bytes: int
-    algorithm: str = ""
-    op: str = ""
-    stage: int = -1
-    digests_only: bool = False
-
-    def slice_work(self, number: int, *, written: bool = False) -> SliceWork:
-        """What the device is told about one slice; with `written` about where it goes."""
-        first, count = self.slices[number]
-        rows = self.written if written else self.rows
-        return SliceWork(self.pool, rows, self.chunks[first : first + count], self.op, self.stage)
 
 
 class JobHooks(NamedTuple):
@@ -86,75 +37,6 @@ class _Stopped(Exception):
     """The job was cancelled between two slices."""
 
 
-def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJob:
-    """Check a job against the pool's layout and cut it into slices.
-
-    Raises:
-        JobRefused: the job does not fit the pool.
-    """
-    layout = pool.layout
-    try:
-        positions = unpack_numbers(message.positions)
-        places = () if isinstance(message, CopyJob | DigestJob) else unpack_places(message.places)
-        wanted = unpack_numbers(message.chunks) if isinstance(message, DigestJob) else ()
-    except ValueError as exc:
-        raise JobRefused("bad_request", str(exc)) from exc
-    if isinstance(message, CaptureJob):
-        chunks = capture_chunks(layout, message.tokens, positions, places)
-    elif isinstance(message, CopyJob):
-        chunks = copy_chunks(layout, message.tokens, positions)
-    elif isinstance(message, DigestJob):
-        chunks = digest_chunks(layout, message.tokens, positions, wanted)
-    else:
-        chunks = restore_chunks(
-            layout,
-            message.image_tokens,
-            message.tokens,
-            positions,
-            places,
-            digests=message.digests,
-            algorithms=message.algorithms,
-        )
-    rows = _row_maps(layout, message.rows, chunks)
-    written: tuple[RowMap, ...] = ()
-    lane = LaneKind.CAPTURE
-    if isinstance(message, CopyJob):
-        written = _row_maps(layout, message.target_rows, chunks)
-    elif isinstance(message, RestoreJob):
-        written, lane = rows, LaneKind.RESTORE
-    slice_bytes, algorithm = device.slice_bytes, ""
-    if pool.in_host_memory and device.digest_algorithm != XXH3:
-        slice_bytes, algorithm = min(slice_bytes, HOST_SLICE_BYTES), XXH3
-    slices = plan_slices(chunks, slice_bytes, device.slice_rows)
-    moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
-    only = isinstance(message, DigestJob)
-    op, stage = ("", -1) if isinstance(message, DigestJob) else (message.op, message.stage)
-    return PlannedJob(
-        message.job,
-        lane,
-        pool,
-        rows,
-        written,
-        tuple(chunks),
-        tuple(slices),
-        moved_bytes,
-        algorithm,
-        op,
-        stage,
-        digests_only=only,
-    )
-
-
-def _row_maps(layout: StageLayout, packed: Sequence[bytes], chunks: Sequence[ChunkWork]) -> tuple[RowMap, ...]:
-    groups = layout.all_groups
-    if len(packed) != len(groups):
-        raise JobRefused("bad_rows", f"rows of {len(packed)} groups were given, the stage has {len(groups)}")
-    needed = rows_needed(chunks, len(groups))
-    return tuple(
-        RowMap.parse(rows, group.rows, count) for rows, group, count in zip(packed, groups, needed, strict=True)
-    )
-
-
 class Lane:
     """Runs planned jobs of one direction, one at a time, on whichever thread calls `run`."""
 
@@ -162,17 +44,27 @@ class Lane:
         self.kind = kind
         self._copier = copier
 
+    def measure(self, *, exact: bool) -> None:
+        """How exactly the next jobs' times are taken (see `Copier.measure`)."""
+        self._copier.measure(exact=exact)
+
     def run(self, plan: PlannedJob, hooks: JobHooks) -> JobDone | JobFailed:
         """Run a job to its end; whatever happens becomes its report. Nothing of the job is kept."""
         start_s = time.monotonic()
+        before = self._copier.times
         run = _Run(self._copier, plan, hooks)
         report = run.let_go(self._carry_out(run, plan))
-        if isinstance(report, JobDone):
-            report = msgspec.structs.replace(report, lane_s=time.monotonic() - start_s)
-        return report
+        after = self._copier.times
+        return msgspec.structs.replace(
+            report,
+            lane_s=time.monotonic() - start_s,
+            digest_s=after.digest_s - before.digest_s,
+            copy_s=after.copy_s - before.copy_s,
+            gather_s=after.gather_s - before.gather_s,
+            verify_s=after.verify_s - before.verify_s,
+        )
 
     def _carry_out(self, run: "_Run", plan: PlannedJob) -> JobDone | JobFailed:
-        before = self._copier.times
         try:
             digests = run.carry_out()
         except _Stopped:
@@ -190,14 +82,14 @@ class Lane:
         except Exception as exc:  # noqa: BLE001 - the lane must go on, and the job must get its report
             _log.exception("job failed job=%d", plan.job)
             return run.failed_whole("internal", f"{type(exc).__name__}: {exc}")
-        after = self._copier.times
         return JobDone(
             plan.job,
             plan.moved_bytes,
-            after.digest_s - before.digest_s,
-            after.copy_s - before.copy_s,
+            0.0,
+            0.0,
             b"".join(digests),
             algorithm=plan.algorithm if digests or plan.digests_only else "",
+            digested_bytes=plan.moved_bytes,
         )
 
 

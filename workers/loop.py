@@ -35,6 +35,7 @@ from ipc.messages import (
     SourceFree,
     StopWorker,
     TakeCensus,
+    TraceCopies,
     WorkerHello,
     WorkerReady,
     WorkerSpec,
@@ -87,7 +88,7 @@ class Worker:
         self._faults = faults
         if faults is not None:
             faults.on_strike = lambda fault: self._mailbox.put(FaultStruck(fault))
-        self._shuttles = ShuttleOrders(device, self._mailbox.put, lambda: self._stopping)
+        self._shuttles = ShuttleOrders(device, self._mailbox.put, lambda: self._stopping, huge_pages=spec.huge_pages)
         self._pools = PoolOrders(device, lifeline, self._mailbox.put)
         self._desk = JobDesk(device, self._pools, spec.inline_bytes, post=self._mailbox.put, send=self._send)
 
@@ -175,6 +176,8 @@ class Worker:
                 self._pools.close(command.pool)
             case ArmFault() | DisarmFault():
                 self._order_fault(command)
+            case TraceCopies():
+                self._desk.measure(exact=command.on)
             case TakeCensus():
                 self._send(Census(command.census, self._resources()))
             case StopWorker():

@@ -25,7 +25,12 @@ class MixedCopier:
     def times(self) -> CopyTimes:
         """See `Copier`."""
         device, host = self._device.times, self._host.times
-        return CopyTimes(device.digest_s + host.digest_s, device.copy_s + host.copy_s)
+        return CopyTimes(*map(sum, zip(device, host, strict=True)))
+
+    def measure(self, *, exact: bool) -> None:
+        """See `Copier`."""
+        self._device.measure(exact=exact)
+        self._host.measure(exact=exact)
 
     @property
     def copies_behind(self) -> bool:

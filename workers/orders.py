@@ -126,9 +126,14 @@ class ShuttleOrders:
     """Makes shuttles, one after the other, on `thread`. `stopped` is asked there between steps."""
 
     def __init__(
-        self, device: Device, post: Callable[[ShuttleReady | ShuttleFailed], None], stopped: Callable[[], bool]
+        self,
+        device: Device,
+        post: Callable[[ShuttleReady | ShuttleFailed], None],
+        stopped: Callable[[], bool],
+        *,
+        huge_pages: bool,
     ) -> None:
-        self._maker = ShuttleMaker(device, stopped)
+        self._maker = ShuttleMaker(device, stopped, huge_pages=huge_pages)
         self._post = post
         self.thread = TaskThread("shuttles", device.bind_thread)
 

@@ -1,9 +1,6 @@
 """Makes shuttles: create or attach, reserve, map, enter the pages, page-lock. Slow, so on a thread of its own."""
 
-import ctypes
-import errno
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import Final
@@ -15,20 +12,21 @@ from shm.shuttle import Shuttle, ShuttleError, unlink
 from workers.device import Device, DeviceFailure
 
 _log: Final = logging.getLogger(__name__)
-_MADV_POPULATE_WRITE: Final = 23
-# Pages are entered in steps, so that a stopping worker does not wait for a whole GiB.
+# Pages are entered and put together in steps, so that a stopping worker does not wait for a whole GiB.
 _STEP_BYTES: Final = 64 * 1024 * 1024
-_libc: Final = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.madvise.restype = ctypes.c_int
+# Of one shuttle, where memory is fragmented: an order has a deadline, and the arena grows meanwhile.
+_COLLAPSE_S: Final = 10.0
 
 
 class ShuttleMaker:
-    """Owns the mappings of this worker's shuttles. All methods but `close` run on the maker's thread."""
+    """Owns the mappings of this worker's shuttles. All methods but `close` run on the maker's thread. With `huge_pages`
+    those that it creates are put into huge pages, as far as the kernel has any (see `shm.mapping`).
+    """
 
-    def __init__(self, device: Device, stopped: Callable[[], bool]) -> None:
+    def __init__(self, device: Device, stopped: Callable[[], bool], *, huge_pages: bool = False) -> None:
         self._device = device
         self._stopped = stopped
+        self._huge_pages = huge_pages
         self._shuttles: dict[int, Shuttle] = {}
 
     def make(self, order: MakeShuttle) -> ShuttleReady | ShuttleFailed:
@@ -48,7 +46,7 @@ class ShuttleMaker:
         except (ValueError, OSError) as exc:
             return ShuttleFailed(order.index, "refused", str(exc), order.shuttle_bytes, 0)
         try:
-            _enter_pages(shuttle, order.shuttle_bytes)
+            huge_bytes = self._enter_pages(order, shuttle)
             locked = self._device.add_shuttle(order.index, shuttle.view)
         except DeviceFailure as exc:
             _undo(order, shuttle)
@@ -58,13 +56,37 @@ class ShuttleMaker:
             raise
         self._shuttles[order.index] = shuttle
         made_s = time.monotonic() - start_s
-        _log.info("shuttle ready shuttle=%d bytes=%d make_s=%.3f", order.index, order.shuttle_bytes, made_s)
+        _log.info(
+            "shuttle ready shuttle=%d bytes=%d huge_bytes=%d make_s=%.3f",
+            order.index,
+            order.shuttle_bytes,
+            huge_bytes,
+            made_s,
+        )
         return ShuttleReady(order.index, locked, made_s)
 
     def _open(self, order: MakeShuttle, header: ShuttleHeader) -> Shuttle:
         if order.adopt:
             return Shuttle.attach(header)
         return Shuttle.create(header, on_step=lambda _reserved_bytes: not self._stopped())
+
+    def _enter_pages(self, order: MakeShuttle, shuttle: Shuttle) -> int:
+        """Enter every page into this process's page table (the first job should not pay 0.1 us a page), after putting
+        those of a new shuttle together; how many bytes that were.
+        """
+        mapping = shuttle.mapping
+
+        def go_on() -> bool:
+            return not self._stopped()
+
+        huge_bytes = 0
+        if self._huge_pages and not order.adopt:
+            end_s = time.monotonic() + _COLLAPSE_S
+            huge_bytes = mapping.collapse(_STEP_BYTES, lambda: go_on() and time.monotonic() < end_s)
+        problem = mapping.populate(_STEP_BYTES, go_on)
+        if problem:
+            _log.warning("pages not entered segment=%s error=%s", order.segment, problem)
+        return huge_bytes
 
     def close(self) -> None:
         """Unmap every shuttle; the names stay for the supervisor."""
@@ -77,18 +99,3 @@ def _undo(order: MakeShuttle, shuttle: Shuttle) -> None:
     shuttle.close()
     if not order.adopt:
         unlink(order.segment)
-
-
-def _enter_pages(shuttle: Shuttle, shuttle_bytes: int) -> None:
-    """Enter every page into this process's page table: the first job should not pay 0.1 us a page.
-
-    By ctypes, which lets other threads run meanwhile: mmap's own `madvise` holds the interpreter for the whole call.
-    """
-    address = shuttle.address
-    for start in range(0, shuttle_bytes, _STEP_BYTES):
-        if _libc.madvise(address + start, min(_STEP_BYTES, shuttle_bytes - start), _MADV_POPULATE_WRITE):
-            code = ctypes.get_errno()
-            # EINVAL: a kernel before 5.14; then the first use enters the pages.
-            if code != errno.EINVAL:
-                _log.warning("pages not entered segment=%s error=%s", shuttle.header.segment, os.strerror(code))
-            return

@@ -187,6 +187,11 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
         digest_s=report.digest_s,
         copy_s=report.copy_s,
         lane_s=report.lane_s,
+        gather_s=report.gather_s,
+        verify_s=report.verify_s,
+        event_s=report.event_s,
+        queue_s=report.queue_s,
+        digested_bytes=report.digested_bytes,
     )
     state.count("moved_bytes" if op.marking is None else "digested_bytes", report.moved_bytes)
     _lower(state, op, stage)
@@ -218,7 +223,7 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
         report.code,
         report.message,
         rows_undefined=report.rows_undefined,
-        moved_bytes=report.moved_bytes,
+        report=report,
     )
 
 
@@ -274,8 +279,9 @@ def _fail_stage(
     message: str,
     *,
     rows_undefined: tuple[bytes, ...] = (),
-    moved_bytes: int = 0,
+    report: JobFailed | None = None,
 ) -> None:
+    """End a stage without success; its worker's `report` says how far it came, if it could."""
     run.advance("fail")
     run.outcome = StageOutcome(
         run.stage,
@@ -283,8 +289,19 @@ def _fail_stage(
         code,
         message,
         rows_undefined=rows_undefined,
-        moved_bytes=moved_bytes,
     )
+    if report is not None:
+        run.outcome = msgspec.structs.replace(
+            run.outcome,
+            moved_bytes=report.moved_bytes,
+            digest_s=report.digest_s,
+            copy_s=report.copy_s,
+            lane_s=report.lane_s,
+            gather_s=report.gather_s,
+            verify_s=report.verify_s,
+            event_s=report.event_s,
+            queue_s=report.queue_s,
+        )
     _lower(state, op, run.stage)
     _go_on(state, op)
 

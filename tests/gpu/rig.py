@@ -25,7 +25,8 @@ from workers.digest import Digester
 from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
 from workers.jobs import JobRefused
-from workers.lanes import JobHooks, Lane, plan_job
+from workers.lanes import JobHooks, Lane
+from workers.plans import plan_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEY = bytes(range(32))

@@ -163,7 +163,8 @@ def _children(commands: Sequence[Sequence[str]], jobs: int) -> list[dict[str, An
 
 
 def _start(arguments: Sequence[str]) -> subprocess.Popen[str]:
-    environ = {**os.environ, "PYTHONPATH": str(mutants.ROOT), "PYTHONHASHSEED": "0"}
+    path = os.pathsep.join(part for part in (str(mutants.ROOT), os.environ.get("PYTHONPATH", "")) if part)
+    environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
     return subprocess.Popen(
         [sys.executable, "-P", str(TOOL), *arguments],
         stdout=subprocess.PIPE,

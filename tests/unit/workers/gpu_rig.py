@@ -20,7 +20,8 @@ from workers.digest import Bytes, Digester
 from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
 from workers.jobs import JobRefused
-from workers.lanes import JobHooks, Lane, PlannedJob, plan_job
+from workers.lanes import JobHooks, Lane
+from workers.plans import PlannedJob, plan_job
 
 DIGESTER = Digester(KEY)
 

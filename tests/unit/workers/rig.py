@@ -18,7 +18,8 @@ from workers.digest import Bytes, Digester
 from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
 from workers.jobs import JobRefused
-from workers.lanes import JobHooks, Lane, PlannedJob, plan_job
+from workers.lanes import JobHooks, Lane
+from workers.plans import PlannedJob, plan_job
 
 KEY = bytes(range(32))
 NEVER = JobHooks(lambda: False, lambda: None)

@@ -10,7 +10,8 @@ from shm.extent import ChunkPlace, granules_for
 from shm.rows import unpack_rows
 from tests.support.shape_cases import Bytes, Case, Rows
 from workers.digest import Digester
-from workers.lanes import JobHooks, PlannedJob
+from workers.lanes import JobHooks
+from workers.plans import PlannedJob
 
 SLICE_BYTES = 256
 """Slices so small that most jobs have several."""

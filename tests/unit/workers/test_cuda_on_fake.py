@@ -22,7 +22,8 @@ from workers.device import DeviceFailure, LaneKind, PoolRefused
 from workers.digest import MLH, XXH3, Bytes, Digester
 from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
-from workers.lanes import Lane, plan_job
+from workers.lanes import Lane
+from workers.plans import plan_job
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from workers.device import LaneKind, PoolRefused
 from workers.digest import XXH3, Digester
 from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
-from workers.lanes import Lane, plan_job
+from workers.lanes import Lane
+from workers.plans import plan_job
 
 COMPILER = shutil.which("g++") or shutil.which("c++") or ""
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")

@@ -25,6 +25,7 @@ from tests.unit.workers.fake_gpu import AT_ONCE
 from tests.unit.workers.gpu_rig import Gpu
 from tests.unit.workers.rig import Rig, slot_layout
 from tests.unit.workers.supervisor import own_process
+from workers.cpu_device import CpuCopier
 from workers.device import DevicePool
 from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice, FaultyPool
@@ -186,7 +187,35 @@ def test_who_waits_for_an_event_says_so_once_and_that_it_is_reached_before_it_co
         *waits, answer = desk.wait(len(told) + 1)
         assert waits == told
         assert isinstance(answer, JobDone), answer
+        assert (answer.event_s > 0.0) == (pending > 0)
     runtime.event_destroy(event)
+
+
+def test_a_report_says_how_long_the_job_waited_for_its_lane() -> None:
+    with on_cpu({"capture.slow_copy_s": "0.02"}, ON_ITS_THREAD) as (desk, jobs, _):
+        start_s = time.monotonic()
+        desk.desk.start(jobs.make("capture", 1))
+        desk.desk.start(jobs.make("capture", 2))
+        between_s = time.monotonic() - start_s
+        desk.desk.start(jobs.make("capture", 3))
+        desk.desk.cancel(3)
+        cancelled, first, second = sorted(desk.wait(3), key=lambda answer: answer.job % 3)
+        assert isinstance(first, JobDone), first
+        assert isinstance(second, JobDone), second
+        assert isinstance(cancelled, JobFailed), cancelled
+        assert second.queue_s >= first.lane_s - between_s
+        assert cancelled.queue_s > 0.0
+        assert (first.event_s, second.event_s, cancelled.event_s) == (0.0, 0.0, 0.0)
+
+
+def test_both_lanes_are_told_how_to_take_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[CpuCopier, bool]] = []
+    monkeypatch.setattr(CpuCopier, "measure", lambda copier, *, exact: told.append((copier, exact)))
+    with on_cpu({}, INLINE) as (desk, _, _):
+        desk.desk.measure(exact=True)
+        desk.desk.measure(exact=False)
+        assert [exact for _, exact in told] == [True, True, False, False]
+        assert len({id(copier) for copier, _ in told}) == 2
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------

@@ -27,9 +27,11 @@ from tests.unit.workers.shape_checks import (
     check_digests_that_are_cancelled,
     granules_of,
 )
-from workers.device import DeviceFailure, LaneKind, SliceWork
+from workers.cpu_device import CpuCopier
+from workers.device import CopyTimes, DeviceFailure, LaneKind, SliceWork
 from workers.digest import MLH, XXH3
-from workers.lanes import JobHooks, Lane, plan_job
+from workers.lanes import JobHooks, Lane
+from workers.plans import plan_job
 
 
 def rows_in(packed: tuple[bytes, ...], group: int = 0) -> list[int]:
@@ -252,6 +254,20 @@ def test_the_time_on_the_lane_covers_all_of_the_job() -> None:
         taken_s = time.monotonic() - start_s
         assert isinstance(done, JobDone)
         assert 0.04 <= done.lane_s <= taken_s
+
+
+@pytest.mark.parametrize("fault", ["", "1"])
+def test_a_report_has_what_the_job_added_to_the_copiers_times(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    moments = iter([CopyTimes(1.0, 2.0, 3.0, 4.0), CopyTimes(1.5, 2.25, 3.125, 4.0625)])
+    monkeypatch.setattr(CpuCopier, "times", property(lambda _: next(moments)))
+    layout = slot_layout()
+    with Rig(layout, faults={"copy_error": fault} if fault else {}) as rig:
+        places = rig.places(64)
+        report = rig.capture(range(64), 64, places)
+        assert isinstance(report, JobFailed if fault else JobDone)
+        assert (report.digest_s, report.copy_s, report.gather_s, report.verify_s) == (0.5, 0.25, 0.125, 0.0625)
+        if isinstance(report, JobDone):
+            assert report.digested_bytes == report.moved_bytes == sum(place.length_bytes for place in places)
 
 
 def test_the_other_algorithm_is_checked_too() -> None:

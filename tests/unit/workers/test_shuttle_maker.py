@@ -1,14 +1,17 @@
 """A shuttle that could not be taken into use leaves no mapping and no name."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ipc.messages import MakeShuttle, ShuttleFailed, ShuttleReady
 from shm.extent import GRANULE_BYTES
-from shm.shuttle import unlink
+from shm.header import ShuttleHeader
+from shm.mapping import SharedMapping
+from shm.process import boot_id
+from shm.shuttle import Shuttle, unlink
 from tests.unit.workers.rig import KEY
 from workers.cpu_device import CpuDevice
 from workers.device import DeviceFailure
@@ -69,3 +72,26 @@ def fails(maker: ShuttleMaker, order: MakeShuttle, error: Exception) -> None:
         return
     with pytest.raises(type(error)):
         maker.make(order)
+
+
+@pytest.mark.parametrize(("wanted", "adopt"), [(True, False), (False, False), (True, True)])
+def test_only_a_new_shuttle_is_put_into_huge_pages_and_only_if_wanted(
+    segment: str, monkeypatch: pytest.MonkeyPatch, wanted: bool, adopt: bool
+) -> None:
+    collapsed: list[int] = []
+    collapse = SharedMapping.collapse
+
+    def noted(self: SharedMapping, step_bytes: int, on_step: Callable[[], bool]) -> int:
+        collapsed.append(self.size_bytes)
+        return collapse(self, step_bytes, on_step)
+
+    monkeypatch.setattr(SharedMapping, "collapse", noted)
+    size_bytes = 64 * GRANULE_BYTES
+    if adopt:
+        Shuttle.create(ShuttleHeader(f"m{os.getpid()}", "cpu0", 0, size_bytes, boot_id())).close()
+    device = CpuDevice(Digester(KEY), slice_bytes=1, link_bytes_per_s=0.0)
+    maker = ShuttleMaker(device, lambda: False, huge_pages=wanted)
+    assert isinstance(maker.make(MakeShuttle(0, segment, size_bytes, adopt)), ShuttleReady)
+    assert collapsed == ([size_bytes] if wanted and not adopt else [])
+    device.close()
+    maker.close()

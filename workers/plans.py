@@ -1,0 +1,118 @@
+"""Plans: a job's message, checked against its pool's layout and cut into slices, before a lane takes it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ipc.messages import CaptureJob, CopyCommand, CopyJob, DigestJob, RestoreJob
+from shm.extent import unpack_places
+from shm.layout import StageLayout
+from shm.rows import unpack_numbers
+from workers.device import HOST_SLICE_BYTES, Device, DevicePool, LaneKind, SliceWork
+from workers.digest import XXH3
+from workers.jobs import (
+    ChunkWork,
+    JobRefused,
+    SliceRange,
+    capture_chunks,
+    copy_chunks,
+    digest_chunks,
+    plan_slices,
+    restore_chunks,
+    rows_needed,
+)
+from workers.rowmap import RowMap
+
+
+class PlannedJob(NamedTuple):
+    """A checked job, ready to run. `moved_bytes` is what it will move, or with `digests_only` read. `written` are the
+    rows of each group that it writes, if any; of a copy they are others than `rows`, which it reads. `algorithm` makes
+    its digests, where that is not the device's own.
+    """
+
+    job: int
+    lane: LaneKind
+    pool: DevicePool
+    rows: tuple[RowMap, ...]
+    written: tuple[RowMap, ...]
+    chunks: tuple[ChunkWork, ...]
+    slices: tuple[SliceRange, ...]
+    moved_bytes: int
+    algorithm: str = ""
+    op: str = ""
+    stage: int = -1
+    digests_only: bool = False
+
+    def slice_work(self, number: int, *, written: bool = False) -> SliceWork:
+        """What the device is told about one slice; with `written` about where it goes."""
+        first, count = self.slices[number]
+        rows = self.written if written else self.rows
+        return SliceWork(self.pool, rows, self.chunks[first : first + count], self.op, self.stage)
+
+
+def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJob:
+    """Check a job against the pool's layout and cut it into slices.
+
+    Raises:
+        JobRefused: the job does not fit the pool.
+    """
+    layout = pool.layout
+    try:
+        positions = unpack_numbers(message.positions)
+        places = () if isinstance(message, CopyJob | DigestJob) else unpack_places(message.places)
+        wanted = unpack_numbers(message.chunks) if isinstance(message, DigestJob) else ()
+    except ValueError as exc:
+        raise JobRefused("bad_request", str(exc)) from exc
+    if isinstance(message, CaptureJob):
+        chunks = capture_chunks(layout, message.tokens, positions, places)
+    elif isinstance(message, CopyJob):
+        chunks = copy_chunks(layout, message.tokens, positions)
+    elif isinstance(message, DigestJob):
+        chunks = digest_chunks(layout, message.tokens, positions, wanted)
+    else:
+        chunks = restore_chunks(
+            layout,
+            message.image_tokens,
+            message.tokens,
+            positions,
+            places,
+            digests=message.digests,
+            algorithms=message.algorithms,
+        )
+    rows = _row_maps(layout, message.rows, chunks)
+    written: tuple[RowMap, ...] = ()
+    lane = LaneKind.CAPTURE
+    if isinstance(message, CopyJob):
+        written = _row_maps(layout, message.target_rows, chunks)
+    elif isinstance(message, RestoreJob):
+        written, lane = rows, LaneKind.RESTORE
+    slice_bytes, algorithm = device.slice_bytes, ""
+    if pool.in_host_memory and device.digest_algorithm != XXH3:
+        slice_bytes, algorithm = min(slice_bytes, HOST_SLICE_BYTES), XXH3
+    slices = plan_slices(chunks, slice_bytes, device.slice_rows)
+    moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
+    only = isinstance(message, DigestJob)
+    op, stage = ("", -1) if isinstance(message, DigestJob) else (message.op, message.stage)
+    return PlannedJob(
+        message.job,
+        lane,
+        pool,
+        rows,
+        written,
+        tuple(chunks),
+        tuple(slices),
+        moved_bytes,
+        algorithm,
+        op,
+        stage,
+        digests_only=only,
+    )
+
+
+def _row_maps(layout: StageLayout, packed: Sequence[bytes], chunks: Sequence[ChunkWork]) -> tuple[RowMap, ...]:
+    groups = layout.all_groups
+    if len(packed) != len(groups):
+        raise JobRefused("bad_rows", f"rows of {len(packed)} groups were given, the stage has {len(groups)}")
+    needed = rows_needed(chunks, len(groups))
+    return tuple(
+        RowMap.parse(rows, group.rows, count) for rows, group, count in zip(packed, groups, needed, strict=True)
+    )
