@@ -86,6 +86,21 @@ def test_control_of_two_settings() -> None:
     assert report["ratios"]["p50_ms"] == max(first)
 
 
+def test_catalog() -> None:
+    report = bench("catalog", "--chunks", "4000", "--images", "400", "--lookups", "40", "--captures", "20")
+    rows, ratios = report["rows"], report["ratios"]
+    fill = rows[0]
+    assert (fill["arm"], fill["images"], fill["chunks"]) == ("fill", 400, 4000)
+    assert ratios["bytes_per_image"] == fill["bytes_per_image"]
+    lookups = [row for row in rows if row["arm"].startswith("lookup")]
+    assert len(lookups) == 9
+    assert ratios["lookup_p50_us"] == max(row["p50_us"] for row in lookups) > 0
+    assert ratios["lookup_p99_us"] is None, "40 samples tell nothing about the hundredth"
+    small, large = ([row for row in rows if row["arm"] == f"capture_{size}"] for size in ("small", "large"))
+    assert all(row["evicted"] > 0 for row in (*small, *large)), "the catalog was full"
+    assert ratios["capture_us_per_chunk"] == max(row["us_per_chunk"] for row in (*small, *large)) > 0
+
+
 def test_stages() -> None:
     report = bench("stages", "--stages", "2", "--stage-mib", "4", "--link-bytes-per-s", "1e8")
     assert report["settings"]["simulated"] is True
