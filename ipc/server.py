@@ -91,6 +91,7 @@ class RouterServer:
     ) -> None:
         self._socket = socket
         self._fileno = socket.fileno()
+        self._touched = True  # sent or read since `readable` was asked: its descriptor may have told of something then
         self._own_context = context
         self._path = path
         self._max_message_bytes = max_message_bytes
@@ -165,7 +166,12 @@ class RouterServer:
 
     @property
     def readable(self) -> bool:
-        """Whether `recv_all` would find something; to be asked before each wait for `fileno`, after the last send."""
+        """Whether `recv_all` would find something of which `fileno` does not tell; to be asked before each wait for
+        that, after the last send.
+        """
+        if not self._touched:
+            return False
+        self._touched = False
         return readable(self._socket)
 
     @property
@@ -185,6 +191,7 @@ class RouterServer:
 
     def recv_all(self, limit: int) -> list[Incoming]:
         """Up to `limit` messages that are there now."""
+        self._touched = True
         found: list[Incoming] = []
         sources: list[int] = []
         for number, (peer, *frames) in enumerate(receive_all(self._socket, limit, sources)):
@@ -283,6 +290,7 @@ class RouterServer:
 
     def _try_send(self, peer: bytes, frame: bytes) -> Sent:
         """SENT, QUEUED (the pipe is full: it should be queued) or UNREACHABLE."""
+        self._touched = True
         try:
             send_to_now(self._socket, peer, frame)
         except zmq.Again:

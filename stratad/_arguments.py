@@ -146,17 +146,22 @@ def _rows_of_numbers(numbers: "array[int]") -> RowList:
     """Single row numbers, joined to runs where they follow each other."""
     if not numbers:
         return RowList(b"", 0, 0, single=True)
-    breaks = [at for at, step in enumerate(map(sub, numbers[1:], numbers), 1) if step != 1]
-    firsts: Sequence[int] = [numbers[at] for at in (0, *breaks)]
-    counts: Iterable[int] = list(map(sub, (*breaks, len(numbers)), (0, *breaks)))
-    if min(firsts) < 0 or max(numbers) >= U32_LIMIT:
+    low, high, rows = min(numbers), max(numbers), len(numbers)
+    steps = array("q", map(sub, numbers[1:], numbers))
+    single = _lie_alone(rows - steps.count(1), rows)
+    firsts: Iterable[int] = numbers
+    counts: Iterable[int] = repeat(1, rows)
+    runs = rows
+    if not single:
+        breaks = [at for at, step in enumerate(steps, 1) if step != 1]
+        firsts = [numbers[at] for at in (0, *breaks)]
+        counts = list(map(sub, (*breaks, rows), (0, *breaks)))
+        runs = len(breaks) + 1
+    if low < 0 or high >= U32_LIMIT:
         return _checked(tuple(zip(firsts, counts, strict=True)))  # says which
-    single = _lie_alone(len(firsts), len(numbers))
-    if single:
-        firsts, counts = numbers, repeat(1, len(numbers))
-    pairs = array("I", bytes(8 * len(firsts)))
+    pairs = array("I", bytes(8 * runs))
     pairs[0::2], pairs[1::2] = array("I", firsts), array("I", counts)
-    return RowList(_little(pairs), len(numbers), max(numbers) + 1, single=single)
+    return RowList(_little(pairs), rows, high + 1, single=single or runs == rows)
 
 
 def _lie_alone(runs: int, rows: int) -> bool:

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ipc.codec import encode
 from ipc.lifeline import Lifeline, LifelineError
@@ -71,8 +71,7 @@ class _Descriptor:
     source: Source
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(NamedTuple):
     """A command that waits."""
 
     frame: bytes

@@ -40,6 +40,7 @@ from stratad.core.effects import (
     WatchFormer,
 )
 from stratad.core.memory_tracks import Reading, Role, Target
+from stratad.core.state import Instant
 from stratad.core.views import status_line
 from stratad.fault_points import FaultPoints
 from stratad.foreign import ForeignProcesses
@@ -62,6 +63,8 @@ LOCK_EVERY_S: Final = 0.5
 SPARE_FILES: Final = 32
 # Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
 STILL_S: Final = 0.5
+# How often the loop looks at all that no message tells of while messages come: a small operation takes less than this.
+HOUSE_MS: Final = 2
 # What may follow the time for a graceful stop: SIGKILL, its proof (10 s), and freeing a large arena.
 END_S: Final = 30.0
 
@@ -99,6 +102,8 @@ class Supervisor:
         self._stop_deadline_s: float | None = None
         self._watch = watch
         self._poller = select.poll()
+        self._house_s = 0.0
+        self._house_waits = False
         self._signals: socket.socket | None = None
         self._wakeup: socket.socket | None = None
         self._turn = turn = Turn(core, self._perform, self._not_performed, self._performed)
@@ -127,7 +132,7 @@ class Supervisor:
         clients, workers = self._clients.server, self._workers.server
         # Their descriptors tell of changes only, which what was sent in the last turn may have taken in.
         more_clients, more_workers = clients.readable, workers.readable
-        wait_ms = 0 if more_clients or more_workers else self._wait_ms()
+        wait_ms = 0 if more_clients or more_workers else HOUSE_MS if self._house_waits else self._wait_ms()
         before_s = self._turn.now.now_s
         ready = {descriptor for descriptor, _ in self._poller.poll(wait_ms)}
         now = self._turn.tell_time()
@@ -145,6 +150,14 @@ class Supervisor:
                     handler()
                 except Exception:  # noqa: BLE001 - out of descriptors, say: one peer's trouble, not everybody's end
                     self._turn.bug("descriptor", getattr(handler, "__name__", "handler"))
+        # While messages come one upon the other, the rest is looked at now and then only.
+        self._house_waits = bool(ready) and now.now_s < self._house_s
+        if not self._house_waits:
+            self._house_s = now.now_s + HOUSE_MS / 1000.0
+            self._keep_house(now)
+
+    def _keep_house(self, now: Instant) -> None:
+        """Everything that is due by time, or was put off."""
         self._workers.tend(now.now_s)
         self._foreign.tend(now.now_s)
         if self._core.due_s <= now.now_s:

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import psutil
 
-from ipc.codec import BadFrame, decode
+from ipc.codec import BadFrame, decode_own
 from ipc.lifeline import Life, Lifeline
 from ipc.logs import fields
 from ipc.messages import Report, WorkerHello, WorkerSpec
@@ -241,7 +241,7 @@ class WorkerSide:
 
     def _on_report(self, worker: str, link: WorkerLink, incoming: Incoming) -> None:
         try:
-            report = decode(one_frame(incoming), Report)
+            report = decode_own(one_frame(incoming), Report)
         except BadFrame as bad:
             log.error("bad frame of a worker", extra=fields(worker=worker, why=bad.message))
             return

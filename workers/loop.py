@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Final, TypeAlias, assert_never
 
-from ipc.codec import BadFrame, decode, encode
+from ipc.codec import BadFrame, decode_own, encode
 from ipc.lifeline import Life, Lifeline
 from ipc.messages import (
     PROTOCOL_VERSION,
@@ -140,7 +140,7 @@ class Worker:
                     self._desk.ask_events(time.monotonic())
                 if link_fd in ready or self._link.readable:
                     for frame in self._link.recv_all(_FRAMES_A_TURN):
-                        self._handle(decode(frame, Command))
+                        self._handle(decode_own(frame, Command))
             return exit_codes.STOPPED
         except BadFrame as exc:
             _log.error("no command of this version code=%s error=%s", exc.code, exc.message)

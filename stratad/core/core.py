@@ -411,8 +411,10 @@ class Core:
     @property
     def stopped(self) -> bool:
         """Whether every worker's process is gone, or stuck: that one is not waited for."""
+        if not self.state.stopping:
+            return False
         ended = {*GONE, WorkerState.STUCK}
-        return self.state.stopping and all(worker.state in ended for worker in self.state.workers.values())
+        return all(worker.state in ended for worker in self.state.workers.values())
 
     @property
     def stuck(self) -> frozenset[str]:
