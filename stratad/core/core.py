@@ -432,7 +432,8 @@ class Core:
     def _end(self) -> list[Effect]:
         state = self.state
         # Whatever ended an operation: its engine may have been closed, and others may have waited for its end.
-        registration.remove_idle(state)
+        if state.closing:
+            registration.remove_idle(state)
         while state.let_go and state.waiting:
             queue.pump(state)
             registration.remove_idle(state)

@@ -322,7 +322,8 @@ class State:
 
     def wake_by(self, when_s: float) -> None:
         """Something falls due at `when_s`: `due_s` is a lower bound of all such times, made exact at each tick."""
-        self.due_s = min(self.due_s, when_s)
+        if when_s < self.due_s:
+            self.due_s = when_s
 
     def number(self, kind: str) -> int:
         """The next number of a kind (engine, pool, op, job, census), from 1."""
