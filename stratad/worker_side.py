@@ -158,7 +158,7 @@ class WorkerSide:
 
     def _heard_out(self, proc: WorkerProc) -> bool:
         """Whether nothing of what a worker said before its end can be on its way any more: its last answers may still
-        be in the hands of ZeroMQ's thread, which lets go of a peer only once everything that came from it was read.
+        wait in its stream, whose end comes only after them.
         """
         link = self._links.get(proc.worker)
         if link is None or link.generation != proc.generation or not link.greeted:
