@@ -24,11 +24,12 @@ class CopyShape:
     layout: StageLayout
     slot_rows: tuple[RowRuns, ...]
     tokens: int
+    planes: int = PLANES
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
-        return self.tokens * PLANES * TOKEN_BYTES
+        return self.tokens * self.planes * TOKEN_BYTES
 
     @property
     def pool_bytes(self) -> int:
@@ -39,24 +40,30 @@ class CopyShape:
     def axes(self) -> tuple[int, int, int]:
         """Planes, rows, bytes a row."""
         group = self.layout.groups[0]
-        return PLANES, group.rows, group.planes[0].row_bytes
+        return self.planes, group.rows, group.planes[0].row_bytes
 
     def row_numbers(self, slot: int) -> list[int]:
         """A slot's rows one by one, in token order."""
         return [row for first, count in self.slot_rows[slot] for row in range(first, first + count)]
 
+    def rows_from(self, token: int) -> list[int]:
+        """The first slot's rows from that of a token on, one by one."""
+        return self.row_numbers(0)[token // self.layout.groups[0].tokens_per_row :]
 
-def copy_shape(layout: str, slot_bytes: int, chunk_tokens: int, slots: int = 1) -> CopyShape:
+
+def copy_shape(
+    layout: str, slot_bytes: int, chunk_tokens: int, slots: int = 1, planes_per_stage: int = PLANES
+) -> CopyShape:
     """A stage of `slots` slots of about `slot_bytes` bytes each, a whole number of chunks.
 
     Raises:
         ValueError: `layout` is neither ``slot`` nor ``paged``.
     """
-    tokens = max(1, slot_bytes // (PLANES * TOKEN_BYTES) // chunk_tokens) * chunk_tokens
+    tokens = max(1, slot_bytes // (planes_per_stage * TOKEN_BYTES) // chunk_tokens) * chunk_tokens
     if layout == "slot":
         plane_bytes = slots * tokens * TOKEN_BYTES
         planes = tuple(
-            Plane(number * plane_bytes, TOKEN_BYTES, TOKEN_BYTES, slots * tokens) for number in range(PLANES)
+            Plane(number * plane_bytes, TOKEN_BYTES, TOKEN_BYTES, slots * tokens) for number in range(planes_per_stage)
         )
         slot_rows: tuple[RowRuns, ...] = tuple(((slot * tokens, tokens),) for slot in range(slots))
     elif layout == "paged":
@@ -65,11 +72,11 @@ def copy_shape(layout: str, slot_bytes: int, chunk_tokens: int, slots: int = 1) 
         row_bytes = BLOCK_TOKENS * TOKEN_BYTES
         planes = tuple(
             Plane(number * blocks * row_bytes, row_bytes, row_bytes, blocks, BLOCK_TOKENS, TOKEN_BYTES)
-            for number in range(PLANES)
+            for number in range(planes_per_stage)
         )
         order = list(range(blocks))
         random.Random(blocks).shuffle(order)  # noqa: S311 - any order that is the same every time
         slot_rows = tuple(runs_of(order[first : first + slot_blocks]) for first in range(0, blocks, slot_blocks))
     else:
         raise ValueError(f"layout must be slot or paged, got {layout!r}")
-    return CopyShape(StageLayout(one_group(planes), chunk_tokens=chunk_tokens), slot_rows, tokens)
+    return CopyShape(StageLayout(one_group(planes), chunk_tokens=chunk_tokens), slot_rows, tokens, planes_per_stage)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from ipc.messages import Captured, Copied, Restored
+from stratad.bench.copy_layout import PLANES
 from stratad.bench.daemon import PrivateDaemon
 from stratad.bench.progress import Progress
 from stratad.bench.report import Report, Row, column, worst_low
@@ -54,6 +55,27 @@ class CopySource(Protocol):
 
     def restore(self, conversation: str) -> Restored:
         """Restore over the last slot, and wait for verified rows."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a slot."""
+        ...
+
+    def capture_tokens(self, conversation: str, tokens: bytes) -> Captured:
+        """Capture the first slot's first rows as what these (packed) tokens have, and wait for the image."""
+        ...
+
+    def restore_first(self, conversation: str, resident_tokens: int = 0) -> Restored:
+        """Restore over the first slot, which may still hold so many tokens, and wait for verified rows."""
+        ...
+
+    def rewrite(self, first_token: int, number: int) -> None:
+        """Other bytes in the first slot from a token on (which begins a row), to be remembered in place of those."""
+        ...
+
+    def wipe_from(self, first_token: int) -> None:
+        """Zero the first slot from a token on (which begins a row), and wait until that is done."""
         ...
 
     def slot_direct(self) -> Copied:
@@ -169,19 +191,19 @@ def first_gpu() -> str:
 
 
 @contextmanager
-def open_source(
-    client: Client, layout: str, stages: int, slot_bytes: int, slots: int, *, on_cuda: bool
+def open_source(  # noqa: PLR0917 - one call makes an engine
+    client: Client, layout: str, stages: int, slot_bytes: int, slots: int, planes: int = PLANES, *, on_cuda: bool
 ) -> Iterator[CopySource]:
     """An engine of the asked kind; torch is loaded only here, and only for a GPU."""
     source: CopySource
     if on_cuda:
         from stratad.bench.copy_cuda import CudaSource  # noqa: PLC0415 - see above
 
-        source = CudaSource.register(client, layout, stages, slot_bytes, slots)
+        source = CudaSource.register(client, layout, stages, slot_bytes, slots, planes)
     else:
         from stratad.bench.copy_cpu import CpuSource  # noqa: PLC0415 - loads numpy
 
-        source = CpuSource.register(client, layout, stages, slot_bytes, slots)
+        source = CpuSource.register(client, layout, stages, slot_bytes, slots, planes)
     try:
         yield source
     finally:
