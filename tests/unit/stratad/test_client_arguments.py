@@ -212,3 +212,29 @@ def test_checkpoints_ascend_and_are_there_where_states_are() -> None:
 def test_a_slot_copy_takes_a_number_of_tokens_and_says_so(tmp_path: Path) -> None:
     with rig(tmp_path) as parts, pytest.raises(UsageError, match="how many there are, an int, got range"):
         parts.engine.slot_to(range(5), range(5), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (np.array([[3, 1], [5, 0]]), r"run \(5, 0\)"),
+        (np.array([[3, 1], [2**32 - 1, 2]]), r"run \(4294967295, 2\)"),
+        ([3, -1], r"run \(-1, 1\)"),
+        ([2**32], r"run \(4294967296, 1\)"),
+        ([2**70], "a row must be 0"),
+    ],
+)
+def test_runs_of_arrays_and_lists_are_checked_before_they_are_packed(rows: RowsLike, text: str) -> None:
+    with pytest.raises(UsageError, match=text) as caught:
+        parse_rows(rows)
+    assert caught.value.code == "bad_rows"
+
+
+def test_a_shuffled_list_with_few_neighbours_stays_single() -> None:
+    """Joined to runs it would be one of the lists that are dear to check; the packed form says the same rows."""
+    rows = [9, 4, 5, 1, 7, 12, 20]
+    for given_rows in (rows, np.array(rows)):
+        parsed = parse_rows(given_rows)
+        assert parsed.single
+        assert parsed.runs == tuple((row, 1) for row in rows)
+    assert parse_rows([4, 5, 6, 7, 1]).runs == ((4, 4), (1, 1))
