@@ -11,7 +11,9 @@ from stratad.errors import UsageError
 
 
 class GroupRows:
-    """Rows of a stage with several row groups: one entry a group, in the order of the layout."""
+    """Rows of a stage with several row groups: one entry a group, in the order of the layout. Where all groups are
+    addressed by the same rows (see `shm.layout.layer_groups`) those may be given once, without this.
+    """
 
     __slots__ = ("rows",)
 
@@ -106,7 +108,10 @@ def stage_rows(
     shapes = {(layout.spaces, len(layout.groups)) for layout in layouts}
     made: list[StageRows] = []
     for stage, layout in enumerate(layouts):
-        lists = parsed[0 if once else stage]
+        entry = 0 if once else stage
+        lists = parsed[entry]
+        if len(layout.groups) > 1 and not isinstance(entries[entry], GroupRows) and _are_alike(layout):
+            lists *= len(layout.groups)
         if len(lists) != len(layout.groups):
             raise UsageError(
                 "bad_rows", f"stage {stage} has {len(layout.groups)} row groups, rows were given for {len(lists)}"
@@ -123,6 +128,12 @@ def _parse_groups(entry: StageRowsLike) -> tuple[RowList, ...]:
     if isinstance(entry, GroupRows):
         return tuple(parse_rows(rows) for rows in entry.rows)
     return (parse_rows(entry),)
+
+
+def _are_alike(layout: StageLayout) -> bool:
+    """Whether one list of rows can be that of every group."""
+    apart = len(layout.spaces) == len(layout.all_groups)
+    return apart and len({(group.tokens_per_row, group.window_tokens) for group in layout.groups}) == 1
 
 
 def _check_stage(stage: int, layout: StageLayout, lists: tuple[RowList, ...], tokens: int) -> None:

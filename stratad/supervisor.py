@@ -42,12 +42,14 @@ from stratad.core.effects import (
 from stratad.core.memory_tracks import Reading, Role, Target
 from stratad.core.state import Instant
 from stratad.core.views import status_line
+from stratad.door import Door
 from stratad.fault_points import FaultPoints
 from stratad.foreign import ForeignProcesses
 from stratad.journal import AGAIN_S, Journal, JournalError
 from stratad.links import Endpoints, RefusalLog
 from stratad.lock import InstanceLock, InstanceLocked
 from stratad.notify import Notifier
+from stratad.open_files import spare_files
 from stratad.processes import Processes
 from stratad.turn import Turn
 from stratad.watch import Watch
@@ -58,9 +60,6 @@ LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 ACCEPT_LIMIT: Final = 16
 # So long another daemon might find the instance without its lock; one with another run directory would take it over.
 LOCK_EVERY_S: Final = 0.5
-# Descriptors that no client is given (the kernel hands out the lowest number): for the ZeroMQ connections of those who
-# have just been let in, and for workers that are started again.
-SPARE_FILES: Final = 32
 # Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
 STILL_S: Final = 0.5
 # How often the loop looks at all that no message tells of while messages come: a small operation takes less than this.
@@ -110,6 +109,7 @@ class Supervisor:
         self._turn = turn = Turn(core, self._perform, self._not_performed, self._performed)
         self._listener: LifelineServer = endpoints.lifelines
         self._clients = ClientSide(turn, watch, endpoints.clients, unread_s)
+        self._door = Door.at(endpoints.clients, self._clients.lifelines_of, self._refused)
         self._workers = WorkerSide(turn, watch, endpoints.workers, processes, plans)
         self._foreign = ForeignProcesses(turn, watch)
 
@@ -119,8 +119,8 @@ class Supervisor:
         """Serve until a signal asks to stop and every worker has ended."""
         self._catch_signals()
         self._workers.start()
-        for descriptor in (self._clients.server.fileno(), self._workers.server.fileno(), self._watch.fileno()):
-            self._poller.register(descriptor, select.POLLIN)
+        for source in (self._clients.server, self._workers.server, self._door, self._watch):
+            self._poller.register(source.fileno(), select.POLLIN)
         self._watch.add(self._listener.fileno(), self._on_connect)
         self._turn.tell_time()
         self._turn.event(self._core.start)
@@ -132,8 +132,9 @@ class Supervisor:
     def _take_turn(self) -> None:
         clients, workers = self._clients.server, self._workers.server
         # Their descriptors tell of changes only, which what was sent in the last turn may have taken in.
-        more_clients, more_workers = clients.readable, workers.readable
-        wait_ms = 0 if more_clients or more_workers else HOUSE_MS if self._house_waits else self._wait_ms()
+        more_clients, more_workers, more_arrivals = clients.readable, workers.readable, self._door.readable
+        more = more_clients or more_workers or more_arrivals
+        wait_ms = 0 if more else HOUSE_MS if self._house_waits else self._wait_ms()
         before_s = self._turn.now.now_s
         ready = {descriptor for descriptor, _ in self._poller.poll(wait_ms)}
         now = self._turn.tell_time()
@@ -145,6 +146,8 @@ class Supervisor:
             self._workers.receive()
         if more_clients or clients.fileno() in ready:
             self._clients.receive()
+        if more_arrivals or self._door.fileno() in ready:
+            self._door.tend()
         if self._watch.fileno() in ready:
             for handler in self._watch.ready():
                 try:
@@ -204,18 +207,21 @@ class Supervisor:
             if lifeline is None:
                 return
             if isinstance(lifeline, Refused):
-                self._core.state.count("peers_refused")
-                self._refusals.add(lifeline, self._turn.now.now_s)
+                self._refused(lifeline)
                 continue
             # One of another user is no worker of ours, whatever its pid was before.
             if lifeline.peer.uid != self._access.own_uid or not self._workers.claim(lifeline):
                 self._clients.add(lifeline)
 
+    def _refused(self, refused: Refused) -> None:
+        self._core.state.count("peers_refused")
+        self._refusals.add(refused, self._turn.now.now_s)
+
     def _spare_files(self, pid: int) -> int:
         """How many descriptors must be left once a peer has been let in. ZeroMQ aborts the process where it cannot
         accept a connection: who will open one is turned away before.
         """
-        return 0 if self._workers.is_child_of_template(pid) else SPARE_FILES
+        return 0 if self._workers.is_child_of_template(pid) else spare_files()
 
     # --- signals ------------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
 """The trace: a record of where the time of each operation went, once it has ended, and what is told of it.
 
 Off it costs nothing. On, workers take the times of their copies on the device, and the ring keeps the latest
-operations. The steps of a stage, one after the other, make up the time from the request to the reply::
+operations. The steps of a stage, one after the other, add up to the time from the request to the reply::
 
     queue   from the request until the stage's job is with its worker: what the operation waited for
     way     the messages to the worker and back, and the supervisor's attention
     event   the worker waited for the engine's event
     turn    the worker's lane was busy with other jobs
-    digest, gather, link, verify    on the lane; what is left of its time there is `rest`
+    lane    digest, gather, link, verify, which overlap on a GPU; what they leave of this time is `rest`
     publish the other stages, once this one was done; then binding, the record and the reply
 """
 
@@ -35,12 +35,15 @@ STEPS: Final = (
     "way",
     "event",
     "turn",
+    "lane",
+    "publish",
+)
+IN_LANE: Final = (
     "digest",
     "gather",
     "link",
     "verify",
     "rest",
-    "publish",
 )
 
 
@@ -184,6 +187,7 @@ def _stage(entry: OpTrace, stage: StageTrace) -> TracedStage:
         way_s=max(done_s - sent_s - at_worker_s, 0.0) if sent else 0.0,
         event_s=outcome.event_s,
         turn_s=outcome.queue_s,
+        lane_s=outcome.lane_s,
         digest_s=outcome.digest_s - outcome.verify_s,
         gather_s=outcome.gather_s,
         link_s=outcome.copy_s - outcome.gather_s,
@@ -204,7 +208,7 @@ def _kinds(entries: Iterable[OpTrace]) -> Iterator[TraceKind]:
         well = [entry for entry in found if not entry.code]
         last = [_stage(entry, max(entry.stages, key=_answered_s)) for entry in well]
         times = {"total": percentiles([entry.total_s for entry in well])}
-        for step in STEPS:
+        for step in (*STEPS, *IN_LANE):
             times[step] = percentiles([getattr(stage, f"{step}_s") for stage in last])
         times["journal"] = percentiles([entry.journal_s for entry in well])
         outcomes = [outcome for entry in found for *_, outcome in entry.stages]

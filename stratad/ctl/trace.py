@@ -12,8 +12,8 @@ from stratad.ctl import values
 from stratad.ctl.connection import DaemonClient
 from stratad.ctl.output import Answer, Json, JsonObject, human_bytes, table
 
-# As `TracedStage` has them, in the order in which they happen.
-STEPS: Final = ("queue", "way", "event", "turn", "digest", "gather", "link", "verify", "rest", "publish")
+# As `TracedStage` has them. Behind "lane" stands what the lane did; without that they add up to the total.
+STEPS: Final = ("queue", "way", "event", "turn", "lane", "digest", "gather", "link", "verify", "rest", "publish")
 PERCENTILES: Final = ("p50", "p90", "p99", "most")
 _MS: Final = 1000.0
 
@@ -41,9 +41,9 @@ def describe(reply: Traced) -> Answer:
     """The answer for one `Traced`."""
     lines = [_head(reply)]
     if reply.kinds:
-        lines += ["", "milliseconds; of an operation's stages that which was done last", *_kinds(reply)]
+        lines += ["", "milliseconds: of an operation's stages that which was done last", *_kinds(reply)]
     if reply.ops:
-        lines += ["", "milliseconds; the steps of a stage add up to the total", *_ops(reply)]
+        lines += ["", "milliseconds: queue, way, event, turn, lane and publish add up to the total", *_ops(reply)]
     data: JsonObject = {
         "on": reply.on,
         "since_unix_s": reply.since_unix_s,

@@ -25,7 +25,7 @@ from ipc.messages import (
     TracedStage,
 )
 from stratad.core.effects import SendTo
-from stratad.core.trace import LIST_LIMIT, STEPS, percentiles
+from stratad.core.trace import IN_LANE, LIST_LIMIT, STEPS, percentiles
 from stratad.core.trace_ring import OP_BYTES, RING_BYTES, STAGE_BYTES, UNANSWERED_LIMIT, OpTrace, TraceRing
 from tests.support.core_harness import MIB, ROW_BYTES, Harness
 
@@ -66,6 +66,10 @@ def steps(stage: TracedStage) -> dict[str, float]:
     return {name: getattr(stage, f"{name}_s") for name in STEPS}
 
 
+def in_lane(stage: TracedStage) -> dict[str, float]:
+    return {name: getattr(stage, f"{name}_s") for name in IN_LANE}
+
+
 def test_the_steps_of_a_capture_add_up_to_its_time(core: Harness) -> None:
     engine = core.register()
     ring = core.core.state.trace
@@ -93,14 +97,12 @@ def test_the_steps_of_a_capture_add_up_to_its_time(core: Harness) -> None:
         "way": 2.5,
         "event": 1.0,
         "turn": 2.0,
-        "digest": 1.0,
-        "gather": 0.25,
-        "link": 1.5,
-        "verify": 0.5,
-        "rest": 0.75,
+        "lane": 4.0,
         "publish": 2.25,
     }
-    assert steps(second) == dict.fromkeys(STEPS, 0.0) | {"queue": 0.75, "way": 10.25, "rest": 1.0, "publish": 0.25}
+    assert in_lane(first) == {"digest": 1.0, "gather": 0.25, "link": 1.5, "verify": 0.5, "rest": 0.75}
+    assert steps(second) == dict.fromkeys(STEPS, 0.0) | {"queue": 0.75, "way": 10.25, "lane": 1.0, "publish": 0.25}
+    assert in_lane(second) == dict.fromkeys(IN_LANE, 0.0) | {"rest": 1.0}
     for stage in op.stages:
         assert sum(steps(stage).values()) == op.total_s
         assert (stage.asked_bytes, stage.moved_bytes, stage.digested_bytes) == (600 * ROW_BYTES, 1000, 2000)
@@ -110,7 +112,7 @@ def test_the_steps_of_a_capture_add_up_to_its_time(core: Harness) -> None:
     assert kind.times["total"] == (12.25,) * 4
     assert kind.times["queue"] == (0.75,) * 4, "of the stage that was done last"
     assert kind.times["journal"] == (0.125,) * 4
-    assert set(kind.times) == {"total", "journal", *STEPS}
+    assert set(kind.times) == {"total", "journal", *STEPS, *IN_LANE}
 
 
 def test_the_time_of_a_record_is_told_once_and_only_of_what_was_recorded(core: Harness) -> None:
@@ -160,6 +162,17 @@ def test_a_failed_operation_has_its_code_and_the_times_of_what_was_done(core: Ha
     assert (kept.message, kept.rows_undefined) == ("", ()), "these may be as large as a frame"
     (kind,) = ask(core).kinds
     assert (kind.count, kind.failed, kind.times) == (0, 1, {})
+
+
+def test_what_overlaps_on_the_lane_leaves_no_rest(core: Harness) -> None:
+    core.capture(core.register())
+    core.now_s += 4.0
+    for worker in ("cpu:0", "cpu:1"):
+        finish(core, worker, lane_s=3.0, digest_s=2.0, verify_s=1.0, copy_s=2.5, gather_s=1.0)
+    (op,) = ask(core).ops
+    for stage in op.stages:
+        assert in_lane(stage) == {"digest": 1.0, "gather": 1.0, "link": 1.5, "verify": 1.0, "rest": 0.0}
+        assert sum(steps(stage).values()) == op.total_s == 4.0
 
 
 def test_what_never_started_only_waited(make_core: MakeCore) -> None:

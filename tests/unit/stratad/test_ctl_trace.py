@@ -22,7 +22,7 @@ def test_one_line_a_stage_with_every_step_in_milliseconds() -> None:
         *("total", "code"),
     ]
     capture, failed, waited = (" ".join(line.split()) for line in lines[-3:])
-    steps = "1.000 0.200 0.000 0.300 0.400 0.500 0.600 0.700 0.800 0.900"
+    steps = "1.000 0.200 0.000 0.300 3.000 0.400 0.500 0.600 0.700 0.800 0.900"
     sizes = "2.9 KiB 2.0 KiB 1000 B"
     assert capture == rf"1970-01-01 01:01:02.500 41 capture a\x1bb 3 0 cpu:0 {sizes} {steps} 5.400 -"
     assert failed == f"1970-01-01 01:01:03.500 42 restore b 3 0 cpu:0 {sizes} {steps} 2.000 damaged"
@@ -35,7 +35,7 @@ def test_percentiles_of_each_kind() -> None:
     assert [row.split()[7] for row in rows] == ["p50", "p90", "p99", "most"]
     assert [set(row.split()[8:]) for row in rows] == [{"1.000"}, {"2.000"}, {"3.000"}, {"4.000"}]
     assert all(len(row.split()[8:]) == len(STEPS) + 2 for row in rows)
-    assert [line for line in lines if line.startswith("restore 0 1")] == ["restore 0 1 0 B 0 B -" + 12 * " -"]
+    assert [line for line in lines if line.startswith("restore 0 1")] == ["restore 0 1 0 B 0 B -" + 13 * " -"]
 
 
 def test_the_head_says_whether_it_is_on() -> None:
@@ -56,7 +56,7 @@ def test_json_leaves_no_field_out() -> None:
 
 
 def test_the_steps_are_those_of_the_daemon() -> None:
-    assert STEPS == of_the_core.STEPS
+    assert sorted(STEPS) == sorted((*of_the_core.STEPS, *of_the_core.IN_LANE))
     assert [f"{step}_s" for step in STEPS] == [name for name in TracedStage.__struct_fields__ if name.endswith("_s")]
 
 
