@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from ipc.messages import Welcome
 from stratad.bench.arms import PLAIN, Arm, parse_arms, ratios_over_first
 from stratad.bench.control_client import START_S, Capture, Captured, ClientProcess
 from stratad.bench.control_work import Samples, Work
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace, target: Target, progress: Progress) -> Report:
     if args.arms and args.attach:
         raise CommandError(ExitCode.USAGE, "bad_value", "--arms starts daemons, --attach takes one that runs", "")
     rows: list[Row] = []
+    welcome: Welcome | None = None
     for number in range(args.rounds):
         progress(f"control: round {number + 1} of {args.rounds}")
         with contextlib.ExitStack() as stack:
@@ -77,6 +79,7 @@ def run(args: argparse.Namespace, target: Target, progress: Progress) -> Report:
                 session.check_bytes()
                 rows += [{"round": number, **row} for row in session.rows()]
             welcome = sessions[0].client.welcome
+    assert welcome is not None
     ratios = _ratios(rows, arms)
     return Report(NAME, rows, ratios, _settings(args), welcome, split_by="arm")
 
