@@ -98,7 +98,7 @@ def spans_by_stage(engine: Engine, tokens: int, positions: Sequence[int]) -> lis
     kinds = engine.kinds
     counts = {id(kind): kind.chunk_count(tokens, len(positions)) for kind in kinds}
     stages = len(engine.layouts)
-    count = sum([counts[id(layout)] for layout in engine.layouts]) if len(kinds) > 1 else counts[id(kinds[0])] * stages
+    count = sum([counts[id(layout)] for layout in engine.layouts])
     if count > CHUNK_LIMIT:
         raise Refusal("too_large", f"{tokens} tokens on {stages} stages are {count} chunks, over {CHUNK_LIMIT}")
     spans = {id(kind): tuple(kind.chunks(tokens, positions)) for kind in kinds}
