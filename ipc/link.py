@@ -12,16 +12,15 @@ from typing import Final, Self
 import zmq
 
 from ipc.rundir import check_socket_path
+from ipc.stream import LinkError
 from ipc.wire import receive_all, send_now
 
 LINGER_MS: Final = 200
 HIGH_WATER_COUNT: Final = 64
 
+__all__ = ["Link", "LinkError", "ZmqContext"]
+
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
-
-
-class LinkError(OSError):
-    """A link that cannot be used: nobody listens, the daemon does not read, or it broke the wire."""
 
 
 class Link:

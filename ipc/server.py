@@ -17,7 +17,7 @@ import zmq
 from ipc.arrivals import Arrivals
 from ipc.codec import BadFrame
 from ipc.rundir import GROUP_REACH, Reach, check_socket_path, owner_only, prepare_directory, set_reach
-from ipc.wire import receive_all, send_to_now
+from ipc.wire import readable, receive_all, send_to_now
 
 FLUSH_S: Final = 0.005
 # Long enough for a last reply to leave, short enough for a stop; without a bound a dead peer would hang the end.
@@ -93,6 +93,8 @@ class RouterServer:
     ) -> None:
         self.arrivals: Final = arrivals
         self._socket = socket
+        self._fileno = socket.fileno()
+        self._touched = True  # sent or read since `readable` was asked: its descriptor may have told of something then
         self._own_context = context
         self._path = path
         self._max_message_bytes = max_message_bytes
@@ -171,7 +173,17 @@ class RouterServer:
         """ZeroMQ's own descriptor. It is edge-triggered: whoever polls it must call `recv_all` until it gives less
         than its limit, also after each send, before polling again.
         """
-        return self._socket.fileno()
+        return self._fileno
+
+    @property
+    def readable(self) -> bool:
+        """Whether `recv_all` would find something of which `fileno` does not tell; to be asked before each wait for
+        that, after the last send.
+        """
+        if not self._touched:
+            return False
+        self._touched = False
+        return readable(self._socket)
 
     @property
     def pending_count(self) -> int:
@@ -190,6 +202,7 @@ class RouterServer:
 
     def recv_all(self, limit: int) -> list[Incoming]:
         """Up to `limit` messages that are there now."""
+        self._touched = True
         found: list[Incoming] = []
         sources: list[int] = []
         for number, (peer, *frames) in enumerate(receive_all(self._socket, limit, sources)):
@@ -290,6 +303,7 @@ class RouterServer:
 
     def _try_send(self, peer: bytes, frame: bytes) -> Sent:
         """SENT, QUEUED (the pipe is full: it should be queued) or UNREACHABLE."""
+        self._touched = True
         try:
             send_to_now(self._socket, peer, frame)
         except zmq.Again:

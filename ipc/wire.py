@@ -40,6 +40,13 @@ def send_to_now(socket: zmq.Socket[bytes], peer: bytes, frame: bytes) -> None:
     _send(socket, frame, _NOBLOCK)
 
 
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message is there now. ZeroMQ's descriptor tells of changes only, and whoever sends or reads may have
+    taken the news: before a wait for the descriptor this must be asked, and False.
+    """
+    return bool(int(_get(socket, _EVENTS)) & _POLLIN)
+
+
 def receive_all(socket: zmq.Socket[bytes], limit: int, sources: list[int] | None = None) -> list[list[bytes]]:
     """The frames of each message that is there now, up to `limit` messages; best called when a poll said so.
 

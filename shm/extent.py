@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 GRANULE_BYTES: Final = 64 * 1024
 _HEAD: Final = struct.Struct("<QI")
 _EXTENT: Final = struct.Struct("<III")
+_ONE: Final = struct.Struct("<QIIII")  # a head and the one extent that most chunks have
 
 
 class Extent(NamedTuple):
@@ -44,12 +45,14 @@ def granules_for(length_bytes: int) -> int:
 def pack_places(places: Iterable[ChunkPlace]) -> bytes:
     """Encode the places of a job's chunks, in order."""
     parts: list[bytes] = []
-    for place in places:
-        parts.append(_HEAD.pack(place.length_bytes, len(place.extents)))
-        for extent in place.extents:
-            parts.append(
-                _EXTENT.pack(extent.shuttle, extent.offset_bytes // GRANULE_BYTES, extent.length_bytes // GRANULE_BYTES)
-            )
+    for length_bytes, extents in places:
+        if len(extents) == 1:
+            ((shuttle, offset, length),) = extents
+            parts.append(_ONE.pack(length_bytes, 1, shuttle, offset // GRANULE_BYTES, length // GRANULE_BYTES))
+            continue
+        parts.append(_HEAD.pack(length_bytes, len(extents)))
+        for shuttle, offset, length in extents:
+            parts.append(_EXTENT.pack(shuttle, offset // GRANULE_BYTES, length // GRANULE_BYTES))
     return b"".join(parts)
 
 

@@ -5,9 +5,12 @@ in any order. Packed form: little-endian pairs of u32, eight bytes a run.
 """
 
 import struct
+import sys
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from operator import gt, itemgetter
+from itertools import accumulate, chain
+from operator import add, gt, itemgetter
 from typing import Final, TypeAlias
 
 RowRuns: TypeAlias = tuple[tuple[int, int], ...]
@@ -101,31 +104,146 @@ def sorted_runs(runs: Iterable[tuple[int, int]]) -> RowRuns:
     return ordered
 
 
+class RowList:
+    """Runs of rows in token order, as they travel: packed. Whatever is asked of thousands of runs is answered from the
+    bytes, without a line of Python, or an object, for each run.
+
+    Attributes:
+        packed: the runs.
+        run_count: how many runs there are.
+        count: how many rows they have together.
+        end: the row after the highest one; 0 where there is none.
+        single: every run is one row.
+    """
+
+    __slots__ = ("_runs", "count", "end", "packed", "run_count", "single")
+
+    def __init__(self, packed: bytes, count: int, end: int, *, single: bool) -> None:
+        """The caller vouches for what he says of the runs; see `unpack` and `of`."""
+        self.packed: Final = packed
+        self.run_count: Final = len(packed) // RUN_BYTES
+        self.count: Final = count
+        self.end: Final = end
+        self.single: Final = single
+        self._runs: RowRuns | None = None
+
+    @classmethod
+    def unpack(cls, packed: bytes, limit: int = ROW_LIMIT) -> "RowList":
+        """Check packed runs.
+
+        Raises:
+            ValueError: as in `unpack_rows`.
+        """
+        if len(packed) == RUN_BYTES:  # what nearly all slots are
+            first, count = _RUN.unpack(packed)
+            made = cls(packed, count, first + count, single=count == 1)
+            short = count == 0
+        else:
+            if len(packed) % RUN_BYTES:
+                raise ValueError(f"packed rows have {len(packed)} bytes, expected a multiple of {RUN_BYTES}")
+            runs = len(packed) // RUN_BYTES
+            firsts = _numbers(packed, 0)
+            if packed[4::8] == b"\1" * runs and not any(packed[at::8].strip(b"\0") for at in (5, 6, 7)):
+                made, short = cls(packed, runs, max(firsts, default=-1) + 1, single=True), False
+            else:
+                counts = _numbers(packed, 1)
+                made = cls(packed, sum(counts), max(map(add, firsts, counts)), single=False)
+                short = min(counts) == 0
+        if short or made.end > limit:
+            unpack_rows(packed, limit)  # says which run it is
+        return made
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[int, int]]) -> "RowList":
+        """The list of some runs; the caller vouches for them as in `pack_rows`."""
+        if len(runs) == 1:
+            ((first, count),) = runs
+            return cls(_RUN.pack(first, count), count, first + count, single=count == 1)
+        return cls.unpack(pack_rows(runs))
+
+    @classmethod
+    def join(cls, lists: Sequence["RowList"]) -> "RowList":
+        """All rows of several lists, one after the other."""
+        if len(lists) == 1:
+            return lists[0]
+        return cls(
+            b"".join([one.packed for one in lists]),
+            sum(one.count for one in lists),
+            max(one.end for one in lists),
+            single=all(one.single for one in lists),
+        )
+
+    @property
+    def runs(self) -> RowRuns:
+        """The runs one by one, for whoever has few of them or cannot do otherwise."""
+        if self._runs is None:
+            self._runs = tuple(_RUN.iter_unpack(self.packed))
+        return self._runs
+
+    @property
+    def firsts(self) -> "array[int]":
+        """The first row of each run."""
+        return _numbers(self.packed, 0)
+
+    def first(self, count: int) -> "RowList":
+        """The first `count` rows; itself where these are all of them."""
+        if count >= self.count:
+            return self
+        if self.single:
+            return RowList.unpack(self.packed[: RUN_BYTES * max(count, 0)])
+        ends = list(accumulate(_numbers(self.packed, 1)))
+        whole = bisect_left(ends, count)  # the run in which they end
+        last, length = _RUN.unpack_from(self.packed, RUN_BYTES * whole)
+        left = length - ends[whole] + count
+        tail = _RUN.pack(last, left) if left > 0 else b""
+        return RowList.unpack(self.packed[: RUN_BYTES * whole] + tail)
+
+
+def _numbers(packed: bytes, which: int) -> "array[int]":
+    """The first rows (0) or the lengths (1) of packed runs."""
+    numbers = array("I", packed)[which::2]
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
 class DistinctRows:
-    """Runs that have no row twice, and their ascending order once somebody asks for it.
+    """A list that has no row twice, and what compares it with another one.
 
     To sort thousands of blocks costs more than all else that is done with them, and most operations are never compared
-    with another.
+    with another; rows that lie alone are compared as a set, which is what told that they differ.
 
     Raises:
         ValueError: a row occurs twice.
     """
 
-    __slots__ = ("_ascending", "runs")
+    __slots__ = ("_ascending", "alone", "rows")
 
-    def __init__(self, runs: RowRuns) -> None:
-        self.runs = runs
-        self._ascending: RowRuns | None = runs if len(runs) == 1 else None
-        single = max(map(_count, runs), default=1) == 1
-        if not (single and len(set(map(_first, runs))) == len(runs)):
-            self._ascending = sorted_runs(runs)
+    def __init__(self, rows: RowList) -> None:
+        self.rows: Final = rows
+        self._ascending: RowRuns | None = None
+        self.alone: frozenset[int] | None = None  # the rows, where each is a run of its own
+        if rows.run_count == 1:
+            return
+        if rows.single:
+            found = frozenset(rows.firsts)
+            if len(found) == rows.run_count:
+                self.alone = found
+                return
+        self._ascending = sorted_runs(rows.runs)
 
     @property
     def ascending(self) -> RowRuns:
         """The same rows in ascending order."""
         if self._ascending is None:
-            self._ascending = sorted_runs(self.runs)
+            self._ascending = sorted_runs(self.rows.runs)
         return self._ascending
+
+    def shared(self, other: "DistinctRows") -> int | None:
+        """The lowest row that both have, or None."""
+        if self.alone is not None and other.alone is not None:
+            return None if self.alone.isdisjoint(other.alone) else min(self.alone & other.alone)
+        return overlap(self.ascending, other.ascending)
 
 
 def overlap(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> int | None:

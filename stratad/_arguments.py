@@ -6,13 +6,13 @@ and torch are never imported for a caller who does not use them: their objects a
 
 import sys
 from array import array
-from collections.abc import Sequence
-from itertools import chain
-from operator import itemgetter
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from operator import itemgetter, sub
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, cast
 
 from ipc.messages import TOKEN_BYTES
-from shm.rows import RowRuns, runs_of
+from shm.rows import RowList
 from stratad.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def pack_tokens(tokens: TokensLike) -> bytes:
     return packed
 
 
-def parse_rows(rows: RowsLike) -> RowRuns:
+def parse_rows(rows: RowsLike) -> RowList:
     """Runs, in token order, of rows given as runs ``((first, count), ...)``, row numbers, a `range`, or an integer
     array of one axis. An array of two axes holds runs, one a line.
 
@@ -71,21 +71,27 @@ def parse_rows(rows: RowsLike) -> RowRuns:
         UsageError: none at all, negative, an empty run (code ``bad_rows``).
     """
     if isinstance(rows, range):
-        runs = _runs_of_range(rows)
+        found = _rows_of_range(rows)
     elif hasattr(rows, "ndim"):
-        runs = _runs_of_array(cast("ArrayLike", rows))
+        found = _rows_of_array(cast("ArrayLike", rows))
     else:
-        runs = _runs_of_sequence(rows)
-    if not runs:
+        found = _rows_of_sequence(rows)
+    if not found.run_count:
         raise UsageError("bad_rows", "at least one row is needed, got none")
+    return found
+
+
+def _checked(runs: Sequence[tuple[int, int]]) -> RowList:
+    if not runs:
+        return RowList(b"", 0, 0, single=True)
     if min(map(itemgetter(0), runs)) >= 0 and min(map(itemgetter(1), runs)) > 0 and max(map(sum, runs)) <= U32_LIMIT:
-        return runs
+        return RowList.of(runs)
     for first, count in runs:
         if first < 0 or count <= 0 or first + count > U32_LIMIT:
             raise UsageError(
                 "bad_rows", f"run ({first}, {count}): first must be >= 0, count > 0 and the end at most {U32_LIMIT}"
             )
-    return runs
+    raise AssertionError("one of them is wrong")
 
 
 def _little(tokens: "array[int]") -> bytes:
@@ -108,13 +114,13 @@ def _pack_sequence(given: object) -> bytes:
         raise UsageError("bad_tokens", f"tokens must be integers: {exc}") from exc
 
 
-def _runs_of_range(rows: range) -> RowRuns:
+def _rows_of_range(rows: range) -> RowList:
     if rows.step == 1:
-        return ((rows.start, len(rows)),) if len(rows) else ()
-    return tuple((row, 1) for row in rows)
+        return _checked(((rows.start, len(rows)),) if len(rows) else ())
+    return _rows_of_numbers(array("q", rows))
 
 
-def _runs_of_sequence(given: object) -> RowRuns:
+def _rows_of_sequence(given: object) -> RowList:
     rows = cast("Sequence[tuple[int, int]] | Sequence[int]", given)
     try:
         if len(rows) and hasattr(rows[0], "__len__"):
@@ -125,30 +131,69 @@ def _runs_of_sequence(given: object) -> RowRuns:
                 and set(map(len, pairs)) == {2}
                 and set(map(type, chain.from_iterable(pairs))) == {int}
             ):
-                return pairs  # what `shm.rows` makes, and what thousands of runs come as
-            return tuple([(first.__index__(), count.__index__()) for first, count in pairs])
-        numbers = cast("Sequence[int]", rows)
-        return runs_of([row.__index__() for row in numbers])
+                return _checked(pairs)  # what `shm.rows` makes, and what thousands of runs come as
+            return _checked([(first.__index__(), count.__index__()) for first, count in pairs])
+        return _rows_of_numbers(array("q", cast("Sequence[int]", rows)))
     except (TypeError, ValueError, AttributeError) as exc:
         raise UsageError(
             "bad_rows", f"rows must be runs ((first, count), ...) or row numbers, got {type(rows).__name__}: {exc}"
         ) from exc
+    except OverflowError as exc:
+        raise UsageError("bad_rows", f"a row must be 0..{U32_LIMIT - 1}: {exc}") from exc
 
 
-def _runs_of_array(rows: ArrayLike) -> RowRuns:
+def _rows_of_numbers(numbers: "array[int]") -> RowList:
+    """Single row numbers, joined to runs where they follow each other."""
+    if not numbers:
+        return RowList(b"", 0, 0, single=True)
+    low, high, rows = min(numbers), max(numbers), len(numbers)
+    steps = array("q", map(sub, numbers[1:], numbers))
+    single = _lie_alone(rows - steps.count(1), rows)
+    firsts: Iterable[int] = numbers
+    counts: Iterable[int] = repeat(1, rows)
+    runs = rows
+    if not single:
+        breaks = [at for at, step in enumerate(steps, 1) if step != 1]
+        firsts = [numbers[at] for at in (0, *breaks)]
+        counts = list(map(sub, (*breaks, rows), (0, *breaks)))
+        runs = len(breaks) + 1
+    if low < 0 or high >= U32_LIMIT:
+        return _checked(tuple(zip(firsts, counts, strict=True)))  # says which
+    pairs = array("I", bytes(8 * runs))
+    pairs[0::2], pairs[1::2] = array("I", firsts), array("I", counts)
+    return RowList(_little(pairs), rows, high + 1, single=single or runs == rows)
+
+
+def _lie_alone(runs: int, rows: int) -> bool:
+    """Whether rows that could be joined to so many runs are better left alone: a list in which each row is a run of its
+    own is checked and compared at a fraction of the price, and here and there two rows of a shuffled pool are
+    neighbours.
+    """
+    return 4 * runs > 3 * rows
+
+
+def _rows_of_array(rows: ArrayLike) -> RowList:
+    import numpy as np  # noqa: PLC0415 - only callers who pass arrays pay for it
+
     if rows.ndim == 2:
         if rows.shape[1] != 2:
             raise UsageError("bad_rows", f"an array of runs has shape (runs, 2), got {tuple(rows.shape)}")
-        pairs = _integers(rows, "bad_rows", "row", axes=2)
-        return tuple([(int(first), int(count)) for first, count in pairs.tolist()])
+        pairs = _integers(rows, "bad_rows", "row", axes=2).astype("int64")
+        ends = pairs.sum(axis=1)
+        if len(pairs) and (int(pairs[:, 1].min()) == 0 or int(ends.max()) > U32_LIMIT):
+            return _checked([(int(first), int(count)) for first, count in pairs.tolist()])  # says which
+        end = int(ends.max()) if len(pairs) else 0
+        single = bool((pairs[:, 1] == 1).all())
+        return RowList(pairs.astype("<u4").tobytes(), int(pairs[:, 1].sum()), end, single=single)
     numbers = _integers(rows, "bad_rows", "row").astype("int64")
     if not len(numbers):
-        return ()
-    import numpy as np  # noqa: PLC0415 - only callers who pass arrays pay for it
-
+        return RowList(b"", 0, 0, single=True)
     starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 2) != 1)
     counts = np.diff(starts, append=len(numbers))
-    return tuple(zip(numbers[starts].tolist(), counts.tolist(), strict=True))
+    single = _lie_alone(len(starts), len(numbers))
+    firsts, counts = (numbers, np.ones_like(numbers)) if single else (numbers[starts], counts)
+    packed = np.column_stack((firsts, counts)).astype("<u4").tobytes()
+    return RowList(packed, len(numbers), int(numbers.max()) + 1, single=single)
 
 
 def _integers(values: ArrayLike, code: str, what: str, axes: int = 1) -> "np.ndarray":

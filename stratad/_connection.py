@@ -8,22 +8,18 @@ import select
 import time
 from typing import Final
 
-import zmq
-
 from ipc.codec import BadFrame, decode, encode
 from ipc.lifeline import Life, Lifeline, LifelineError, LifelineRefused
 from ipc.link import Link, LinkError, ZmqContext
 from ipc.messages import PROTOCOL_VERSION, Failed, Hello, Reply, Welcome
 from ipc.rundir import RunDirError
+from ipc.wire import readable
 from stratad.errors import DeadlineExceeded, Lost, ProtocolError, UsageError, error_for
 from stratad.paths import SocketPaths
 from stratad.permission import barrier
 
 # Requests that the daemon has not read yet. Beyond it a send fails instead of growing.
 QUEUE_MESSAGES: Final = 1024
-# Plain numbers: pyzmq's enums cost 4 microseconds a test.
-_EVENTS: Final = int(zmq.EVENTS)
-_POLLIN: Final = int(zmq.POLLIN)
 # The longest reply is the chunk list of one image: 128 Ki chunks of about 200 bytes.
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 # There is room for more than all stages of an engine unless the daemon stands still, and a caller may be a coroutine.
@@ -125,8 +121,7 @@ class Connection:
             LinkError: a message of several frames.
         """
         # Asking first costs less than half of being told by an exception that nothing is there.
-        events: int = self._socket.getsockopt(_EVENTS)  # type: ignore[assignment]
-        if not events & _POLLIN:
+        if not readable(self._socket):
             return None
         return self._link.recv(0.0)
 

@@ -27,7 +27,7 @@ from ipc.messages import (
     SlotTo,
 )
 from shm.layout import StageLayout, interned
-from shm.rows import ROW_LIMIT, RowRuns, pack_numbers
+from shm.rows import ROW_LIMIT, RowList, RowRuns, pack_numbers
 from stratad._arguments import U32_LIMIT, TokensLike, pack_tokens
 from stratad._calls import Call
 from stratad._fences import Fences
@@ -217,7 +217,7 @@ class Operations:
         self._pump.poll()
         self._registration.check_session(session)  # without a wait for a daemon that knows nothing of it
         writes = expected is PartLoaded
-        use = RowUse((StageRows(self._layouts[0], (runs,)),), writes=writes)
+        use = RowUse((StageRows(self._layouts[0], (RowList.of(runs),)),), writes=writes)
 
         def in_session(seq: int, left_s: float) -> Request:
             self._registration.check_session(session)

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from shm.layout import StageLayout
 from shm.row_spaces import SpaceRows, distinct_rows
-from shm.rows import RowRuns, pack_rows, row_count, runs_of
+from shm.rows import RowList, runs_of
 from stratad._arguments import RowsLike, parse_rows
 from stratad.errors import UsageError
 
@@ -28,16 +28,14 @@ Checkpoints: TypeAlias = Sequence[tuple[int, int]]
 class StageRows:
     """The rows of one operation on one stage, each group's `packed` in token order, and by space for comparing."""
 
-    __slots__ = ("packed", "runs", "spaces")
+    __slots__ = ("packed", "spaces")
 
-    def __init__(self, layout: StageLayout, runs: tuple[RowRuns, ...]) -> None:
+    def __init__(self, layout: StageLayout, lists: tuple[RowList, ...]) -> None:
         try:
-            self.spaces: Final[SpaceRows] = distinct_rows(layout, runs)
+            self.spaces: Final[SpaceRows] = distinct_rows(layout, lists)
         except ValueError as exc:
             raise UsageError("bad_rows", f"rows of one operation must differ: {exc}") from exc
-        self.runs: Final = runs
-        packed = {id(group): pack_rows(group) for group in runs}  # groups may have one list of rows
-        self.packed: Final = tuple(packed[id(group)] for group in runs)
+        self.packed: Final = tuple([rows.packed for rows in lists])
 
 
 class RowUse(NamedTuple):
@@ -104,7 +102,6 @@ def stage_rows(
         raise UsageError("bad_rows", f"rows_by_stage has {len(entries)} entries for {len(layouts)} stages")
     parsed = [_parse_groups(entry) for entry in entries]
     once = len(parsed) == 1
-    state_runs = runs_of(slots)
     # Of stages that are one object, as equal ones are in an engine, and are given one entry, one speaks for all.
     if once and all(layout is layouts[0] for layout in layouts):
         layouts = layouts[:1]
@@ -112,21 +109,22 @@ def stage_rows(
     made: list[StageRows] = []
     for stage, layout in enumerate(layouts):
         entry = 0 if once else stage
-        runs = parsed[entry]
+        lists = parsed[entry]
         if len(layout.groups) > 1 and not isinstance(entries[entry], GroupRows) and _are_alike(layout):
-            runs *= len(layout.groups)
-        if len(runs) != len(layout.groups):
+            lists *= len(layout.groups)
+        if len(lists) != len(layout.groups):
             raise UsageError(
-                "bad_rows", f"stage {stage} has {len(layout.groups)} row groups, rows were given for {len(runs)}"
+                "bad_rows", f"stage {stage} has {len(layout.groups)} row groups, rows were given for {len(lists)}"
             )
-        _check_stage(stage, layout, runs, tokens)
+        _check_stage(stage, layout, lists, tokens)
         _check_slots(stage, layout, slots)
         if not (made and once and len(shapes) == 1):
-            made.append(StageRows(layout, (*runs, *(state_runs for _ in layout.states))))
+            states = [RowList.of(runs_of(slots))] * len(layout.states) if layout.states else []
+            made.append(StageRows(layout, (*lists, *states)))
     return tuple(made)
 
 
-def _parse_groups(entry: StageRowsLike) -> tuple[RowRuns, ...]:
+def _parse_groups(entry: StageRowsLike) -> tuple[RowList, ...]:
     if isinstance(entry, GroupRows):
         return tuple(parse_rows(rows) for rows in entry.rows)
     return (parse_rows(entry),)
@@ -138,17 +136,16 @@ def _are_alike(layout: StageLayout) -> bool:
     return apart and len({(group.tokens_per_row, group.window_tokens) for group in layout.groups}) == 1
 
 
-def _check_stage(stage: int, layout: StageLayout, runs: tuple[RowRuns, ...], tokens: int) -> None:
-    for number, (group, rows) in enumerate(zip(layout.groups, runs, strict=True)):
+def _check_stage(stage: int, layout: StageLayout, lists: tuple[RowList, ...], tokens: int) -> None:
+    for number, (group, rows) in enumerate(zip(layout.groups, lists, strict=True)):
         where = f"stage {stage}" if len(layout.groups) == 1 else f"stage {stage}, group {number}"
-        end = max(map(sum, rows))
-        if end > group.rows:
-            raise UsageError("bad_rows", f"{where} has rows 0..{group.rows - 1}, got row {end - 1}")
-        if tokens >= 0 and row_count(rows) != group.rows_for(tokens):
+        if rows.end > group.rows:
+            raise UsageError("bad_rows", f"{where} has rows 0..{group.rows - 1}, got row {rows.end - 1}")
+        if tokens >= 0 and rows.count != group.rows_for(tokens):
             raise UsageError(
                 "bad_rows",
                 f"{where}: {tokens} tokens at {group.tokens_per_row} a row need {group.rows_for(tokens)} rows, got "
-                f"{row_count(rows)}",
+                f"{rows.count}",
             )
 
 

@@ -246,6 +246,11 @@ _UNITS: Final = {None: 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 102
 _ENVIRON_PREFIX: Final = "STRATAD_"
 
 
+def setting_names() -> tuple[str, ...]:
+    """Every setting, ``section.key``."""
+    return tuple(_KEYS)
+
+
 def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """The configuration of a daemon; `argv` is without the program's name. ``--help`` and misspelt flags exit.
 

@@ -17,6 +17,7 @@ from ipc.logs import fields
 from ipc.messages import WorkerSpec
 from ipc.rundir import OWNER_REACH, open_directory, prepare_directory
 from ipc.server import RouterServer
+from ipc.stream_server import StreamServer
 from shm.digest_key import key_id
 from shm.extent import GRANULE_BYTES
 from shm.headroom import memory_headroom
@@ -229,7 +230,7 @@ def _listen(config: Config, paths: SocketPaths, access: Access) -> Endpoints:
     return Endpoints(
         RouterServer.bind(paths.client, max_message_bytes=limit, reach=plan.client, tell_arrivals=True),
         # Ours alone: whoever came first under a worker's identity would lock the real one out.
-        RouterServer.bind(paths.worker, max_message_bytes=limit, reach=OWNER_REACH),
+        StreamServer.bind(paths.worker, max_message_bytes=limit, reach=OWNER_REACH),
         LifelineServer.listen(paths.life, plan.life),
     )
 

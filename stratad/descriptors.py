@@ -11,13 +11,14 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ipc.codec import encode
 from ipc.lifeline import Lifeline, LifelineError
 from ipc.logs import fields
 from ipc.messages import ClosePool, Command, OpenPool, StopWorker
-from ipc.server import RouterServer, Sent
+from ipc.server import Sent
+from ipc.stream_server import StreamServer
 
 log = logging.getLogger(__name__)
 # A worker that does not read is killed by its jobs' deadlines; these bound what is kept for it until then. Commands
@@ -70,8 +71,7 @@ class _Descriptor:
     source: Source
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(NamedTuple):
     """A command that waits."""
 
     frame: bytes
@@ -90,7 +90,7 @@ class WorkerChannel:
     for it. A process that is gone already has its end coming, so for that they return True.
     """
 
-    def __init__(self, worker: str, server: RouterServer, identity: bytes) -> None:
+    def __init__(self, worker: str, server: StreamServer, identity: bytes) -> None:
         self.lifeline: Lifeline | None = None
         self._worker = worker
         self._server = server

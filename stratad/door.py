@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, Self
 
-import zmq
-
 from ipc.arrivals import Arrivals
 from ipc.credentials import Credentials
 from ipc.lifeline import Refused
 from ipc.server import RouterServer
+from ipc.wire import readable
 
 # A client has one; while it connects anew the earlier one may not be gone yet.
 PER_LIFELINE: Final = 2
@@ -37,11 +36,13 @@ class Door:
         self, arrivals: Arrivals, lifelines_of: Callable[[int, int], int], refused: Callable[[Refused], None]
     ) -> None:
         self._arrivals = arrivals
+        self._fileno = arrivals.socket.fileno()
         self._lifelines_of = lifelines_of
         self._refused = refused
         self._known: dict[int, Process] = {}  # by descriptor: those that a lifeline stands for
         self._counts: Counter[Process] = Counter()
         self._strangers: set[int] = set()  # descriptors
+        self._touched = True  # read since `readable` was asked
 
     @classmethod
     def at(
@@ -51,13 +52,21 @@ class Door:
         assert server.arrivals is not None
         return cls(server.arrivals, lifelines_of, refused)
 
+    def fileno(self) -> int:
+        """ZeroMQ's own descriptor. It is edge-triggered: whoever polls it must have asked `readable` before."""
+        return self._fileno
+
     @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """For a `zmq.Poller`: readable when `tend` has something to do."""
-        return self._arrivals.socket
+    def readable(self) -> bool:
+        """Whether `tend` has something to do of which `fileno` does not tell."""
+        if not self._touched:
+            return False
+        self._touched = False
+        return readable(self._arrivals.socket)
 
     def tend(self) -> None:
         """Take in what came and went, some of it."""
+        self._touched = True
         for descriptor, here in self._arrivals.read(READ_LIMIT):
             self._forget(descriptor)
             if here:

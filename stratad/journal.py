@@ -161,6 +161,8 @@ class _File:
     def __init__(self, path: Path, descriptor: int, salt: int) -> None:
         self.path = path
         self.descriptor = descriptor
+        status = os.fstat(descriptor)
+        self._is = (status.st_dev, status.st_ino)
         self.salt = salt
         self.end = HEADER_BYTES
         self.allocated = 0
@@ -233,12 +235,17 @@ class _File:
         """Whether somebody took bytes away that were allocated."""
         return os.fstat(self.descriptor).st_size < self.allocated
 
-    def has_its_name(self) -> bool:
-        """Whether the next daemon will find it: a cleaner, or a person, may have removed it."""
+    def look(self) -> tuple[bool, bool]:
+        """Whether somebody cut it short, and whether it has its name, so that the next daemon will find it: a cleaner,
+        or a person, may have removed it. One call of the kernel as a rule, since the loop asks at each turn.
+        """
         try:
-            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor))  # noqa: PTH116
+            found = os.stat(self.path, follow_symlinks=False)  # noqa: PTH116
         except OSError:
-            return False
+            return self.cut_short(), False
+        if (found.st_dev, found.st_ino) != self._is:
+            return self.cut_short(), False
+        return found.st_size < self.allocated, True
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -338,14 +345,15 @@ class Journal:
         if file is None:
             return
         self._now_s = now_s
-        self._damaged = self._damaged or file.cut_short()
+        cut_short, named = file.look()
+        self._damaged = self._damaged or cut_short
         if self._damaged:  # what was cut off must not be copied as if it were whole
             self._abandon()
             return
         if self._next is not None:
             self._copy_some(file)
             return
-        self._nameless = not file.has_its_name()
+        self._nameless = not named
         if now_s < self._again_s:
             return
         try:

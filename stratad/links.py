@@ -10,6 +10,7 @@ from ipc.credentials import process_behind
 from ipc.lifeline import Lifeline, LifelineServer, Refused
 from ipc.logs import fields
 from ipc.server import Incoming, RouterServer
+from ipc.stream_server import StreamServer
 from stratad.core.failures import Refusal
 from stratad.descriptors import ClientDescriptors, WorkerChannel
 
@@ -21,7 +22,7 @@ class Endpoints(NamedTuple):
     """The daemon's three sockets; the supervisor closes them."""
 
     clients: RouterServer
-    workers: RouterServer
+    workers: StreamServer
     lifelines: LifelineServer
 
 

@@ -4,13 +4,13 @@ import contextlib
 import functools
 import logging
 import os
+import select
 import signal
 import socket
 import time
 from typing import Final, assert_never
 
 import msgspec
-import zmq
 
 from ipc.lifeline import LifelineServer, Refused
 from ipc.logs import fields
@@ -40,6 +40,7 @@ from stratad.core.effects import (
     WatchFormer,
 )
 from stratad.core.memory_tracks import Reading, Role, Target
+from stratad.core.state import Instant
 from stratad.core.views import status_line
 from stratad.door import Door
 from stratad.fault_points import FaultPoints
@@ -61,6 +62,8 @@ ACCEPT_LIMIT: Final = 16
 LOCK_EVERY_S: Final = 0.5
 # Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
 STILL_S: Final = 0.5
+# How often the loop looks at all that no message tells of while messages come: a small operation takes less than this.
+HOUSE_MS: Final = 2
 # What may follow the time for a graceful stop: SIGKILL, its proof (10 s), and freeing a large arena.
 END_S: Final = 30.0
 
@@ -98,7 +101,9 @@ class Supervisor:
         self._stop_s = stop_s
         self._stop_deadline_s: float | None = None
         self._watch = watch
-        self._poller = zmq.Poller()
+        self._poller = select.poll()
+        self._house_s = 0.0
+        self._house_waits = False
         self._signals: socket.socket | None = None
         self._wakeup: socket.socket | None = None
         self._turn = turn = Turn(core, self._perform, self._not_performed, self._performed)
@@ -114,10 +119,8 @@ class Supervisor:
         """Serve until a signal asks to stop and every worker has ended."""
         self._catch_signals()
         self._workers.start()
-        self._poller.register(self._clients.server.socket, zmq.POLLIN)
-        self._poller.register(self._workers.server.socket, zmq.POLLIN)
-        self._poller.register(self._door.socket, zmq.POLLIN)
-        self._poller.register(self._watch.fileno(), zmq.POLLIN)
+        for source in (self._clients.server, self._workers.server, self._door, self._watch):
+            self._poller.register(source.fileno(), select.POLLIN)
         self._watch.add(self._listener.fileno(), self._on_connect)
         self._turn.tell_time()
         self._turn.event(self._core.start)
@@ -127,18 +130,23 @@ class Supervisor:
             self._take_turn()
 
     def _take_turn(self) -> None:
-        wait_ms, before_s = self._wait_ms(), self._turn.now.now_s
-        ready = [key for key, _ in self._poller.poll(wait_ms)]
+        clients, workers = self._clients.server, self._workers.server
+        # Their descriptors tell of changes only, which what was sent in the last turn may have taken in.
+        more_clients, more_workers, more_arrivals = clients.readable, workers.readable, self._door.readable
+        more = more_clients or more_workers or more_arrivals
+        wait_ms = 0 if more else HOUSE_MS if self._house_waits else self._wait_ms()
+        before_s = self._turn.now.now_s
+        ready = {descriptor for descriptor, _ in self._poller.poll(wait_ms)}
         now = self._turn.tell_time()
         lost_s = now.now_s - before_s - wait_ms / 1000.0
         if lost_s > STILL_S:  # stopped, or held up by a call: others did their work meanwhile, and nobody looked
             log.warning("the daemon's loop stood still", extra=fields(for_s=round(lost_s, 3)))
             self._turn.event(functools.partial(self._core.stood_still, lost_s))
-        if self._workers.server.socket in ready:  # before the descriptors: what a dead worker still said counts
+        if more_workers or workers.fileno() in ready:  # before the descriptors: what a dead worker still said counts
             self._workers.receive()
-        if self._clients.server.socket in ready:
+        if more_clients or clients.fileno() in ready:
             self._clients.receive()
-        if self._door.socket in ready:
+        if more_arrivals or self._door.fileno() in ready:
             self._door.tend()
         if self._watch.fileno() in ready:
             for handler in self._watch.ready():
@@ -146,6 +154,14 @@ class Supervisor:
                     handler()
                 except Exception:  # noqa: BLE001 - out of descriptors, say: one peer's trouble, not everybody's end
                     self._turn.bug("descriptor", getattr(handler, "__name__", "handler"))
+        # While messages come one upon the other, the rest is looked at now and then only.
+        self._house_waits = bool(ready) and now.now_s < self._house_s
+        if not self._house_waits:
+            self._house_s = now.now_s + HOUSE_MS / 1000.0
+            self._keep_house(now)
+
+    def _keep_house(self, now: Instant) -> None:
+        """Everything that is due by time, or was put off."""
         self._workers.tend(now.now_s)
         self._foreign.tend(now.now_s)
         if self._core.due_s <= now.now_s:

@@ -9,11 +9,12 @@ from typing import Final
 import msgspec
 import psutil
 
-from ipc.codec import BadFrame, decode
+from ipc.codec import BadFrame, decode_own
 from ipc.lifeline import Life, Lifeline
 from ipc.logs import fields
 from ipc.messages import Report, WorkerHello, WorkerSpec
-from ipc.server import FLUSH_S, Incoming, RouterServer, one_frame
+from ipc.server import FLUSH_S, Incoming, one_frame
+from ipc.stream_server import StreamServer
 from shm.headroom import oom_kills
 from shm.process import start_ticks
 from shm.under_way import TAG, read_under_way
@@ -37,7 +38,7 @@ class WorkerSide:
     """
 
     def __init__(
-        self, turn: Turn, watch: Watch, server: RouterServer, processes: Processes, plans: dict[str, WorkerSpec]
+        self, turn: Turn, watch: Watch, server: StreamServer, processes: Processes, plans: dict[str, WorkerSpec]
     ) -> None:
         self.server = server
         self.processes = processes
@@ -158,7 +159,7 @@ class WorkerSide:
 
     def _heard_out(self, proc: WorkerProc) -> bool:
         """Whether nothing of what a worker said before its end can be on its way any more: its last answers may still
-        be in the hands of ZeroMQ's thread, which lets go of a peer only once everything that came from it was read.
+        wait in its stream, whose end comes only after them.
         """
         link = self._links.get(proc.worker)
         if link is None or link.generation != proc.generation or not link.greeted:
@@ -244,7 +245,7 @@ class WorkerSide:
 
     def _on_report(self, worker: str, link: WorkerLink, incoming: Incoming) -> None:
         try:
-            report = decode(one_frame(incoming), Report)
+            report = decode_own(one_frame(incoming), Report)
         except BadFrame as bad:
             log.error("bad frame of a worker", extra=fields(worker=worker, why=bad.message))
             return

@@ -3,16 +3,14 @@
 import gc
 import logging
 import os
+import select
 import threading
 import time
 from pathlib import Path
 from typing import Final, TypeAlias, assert_never
 
-import zmq
-
-from ipc.codec import BadFrame, decode, encode
+from ipc.codec import BadFrame, decode_own, encode
 from ipc.lifeline import Life, Lifeline
-from ipc.link import Link, LinkError
 from ipc.messages import (
     PROTOCOL_VERSION,
     ArmFault,
@@ -44,6 +42,7 @@ from ipc.messages import (
     WorkerReady,
     WorkerSpec,
 )
+from ipc.stream import LinkError, StreamLink
 from shm.under_way import TAG, UnderWay
 from workers import exit_codes
 from workers.device import Device, LaneKind
@@ -79,7 +78,7 @@ class Worker:
         device: Device,
         digester: Digester,
         lifeline: Lifeline,
-        link: Link,
+        link: StreamLink,
         *,
         faults: FaultBook | None = None,
     ) -> None:
@@ -147,14 +146,14 @@ class Worker:
 
     def run(self) -> int:
         """Serve until told to stop; the exit status."""
-        lifeline_fd, mailbox_fd, socket = self._lifeline.fileno(), self._mailbox.fileno(), self._link.socket
-        poller = zmq.Poller()
-        for source in (socket, lifeline_fd, mailbox_fd):
-            poller.register(source, zmq.POLLIN)
+        lifeline_fd, mailbox_fd, link_fd = self._lifeline.fileno(), self._mailbox.fileno(), self._link.fileno()
+        poller = select.poll()
+        for source in (link_fd, lifeline_fd, mailbox_fd):
+            poller.register(source, select.POLLIN)
         try:
             while not (self._stopping and self._desk.idle):
                 timeout_ms = self._desk.timeout_ms()
-                ready = [source for source, _ in poller.poll(timeout_ms)]
+                ready = [source for source, _ in poller.poll(0 if self._link.readable else timeout_ms)]
                 if lifeline_fd in ready and self._lifeline.drain() is Life.ENDED:
                     _log.error("the supervisor is gone")
                     return exit_codes.SUPERVISOR_LOST
@@ -162,9 +161,9 @@ class Worker:
                     self._read_mailbox()
                 if timeout_ms is not None:
                     self._desk.ask_events(time.monotonic())
-                if socket in ready:
+                if link_fd in ready or self._link.readable:
                     for frame in self._link.recv_all(_FRAMES_A_TURN):
-                        self._handle(decode(frame, Command))
+                        self._handle(decode_own(frame, Command))
             return exit_codes.STOPPED
         except BadFrame as exc:
             _log.error("no command of this version code=%s error=%s", exc.code, exc.message)
@@ -245,15 +244,15 @@ class Worker:
         self._link.send(encode(report), _SEND_S)
 
 
-def boot_failed(report: BootFailed, lifeline: Lifeline, link: Link) -> int:
+def boot_failed(report: BootFailed, lifeline: Lifeline, link: StreamLink) -> int:
     """Say why this worker cannot start, and wait until that was read: an answer of the supervisor, whatever it is, says
     so. Without it the exit status must do. Returns that; closes both.
     """
     try:
         link.send(encode(report), _SEND_S)
-        poller = zmq.Poller()
-        for source in (link.socket, lifeline.fileno()):
-            poller.register(source, zmq.POLLIN)
+        poller = select.poll()
+        for source in (link.fileno(), lifeline.fileno()):
+            poller.register(source, select.POLLIN)
         poller.poll(_HEARD_MS)
     except LinkError as exc:
         _log.error("the supervisor takes no reports error=%s", exc)
@@ -263,7 +262,7 @@ def boot_failed(report: BootFailed, lifeline: Lifeline, link: Link) -> int:
     return exit_codes.BOOT_FAILED
 
 
-def connect(spec: WorkerSpec) -> tuple[Lifeline, Link]:
+def connect(spec: WorkerSpec) -> tuple[Lifeline, StreamLink]:
     """Connect to the supervisor and say hello.
 
     Raises:
@@ -271,7 +270,7 @@ def connect(spec: WorkerSpec) -> tuple[Lifeline, Link]:
     """
     lifeline = Lifeline.connect(Path(spec.life_socket), _CONNECT_S, _STASH_LIMIT)
     identity = spec.identity or f"{spec.worker}#{spec.generation}".encode()
-    link = Link.connect(
+    link = StreamLink.connect(
         Path(spec.worker_socket), identity, max_message_bytes=spec.max_message_bytes, timeout_s=_CONNECT_S
     )
     link.send(encode(WorkerHello(spec.worker, spec.generation, spec.token, os.getpid(), PROTOCOL_VERSION)), _SEND_S)

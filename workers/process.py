@@ -8,9 +8,9 @@ import sys
 from typing import Final, NoReturn
 
 from ipc.lifeline import LifelineError
-from ipc.link import LinkError
 from ipc.logs import setup_logs
 from ipc.messages import BootFailed, WorkerSpec
+from ipc.stream import LinkError
 from workers import exit_codes
 from workers.device import DeviceFailure
 from workers.devices import fault_book, make_device

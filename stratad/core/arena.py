@@ -101,8 +101,7 @@ class Arena:
         while needed:
             at = bisect_left(self._counts, needed)
             count = self._counts[at] if at < len(self._counts) else self._counts[-1]
-            shuttle, start = next(iter(self._runs_of[count]))
-            self._remove(shuttle, start, count)
+            shuttle, start = self._take(count)
             used = min(count, needed)
             if used < count:
                 self._insert(shuttle, start + used, count - used)
@@ -119,8 +118,8 @@ class Arena:
         """
         granules = [granules_for(length) for length in lengths_bytes]
         runs = self.allocate(sum(granules) * GRANULE_BYTES)
-        if runs is None:
-            return None
+        if runs is None or len(granules) == 1:
+            return None if runs is None else [runs]
         cut: list[tuple[Extent, ...]] = []
         run = iter(runs)
         shuttle, start, left = 0, 0, 0
@@ -195,6 +194,19 @@ class Arena:
             runs = self._runs_of[count] = {}
             insort(self._counts, count)
         runs[shuttle, start] = None
+
+    def _take(self, count: int) -> tuple[int, int]:
+        """Take out the run of this length that came last. (To find the first entry of a dict takes the longer, the more
+        that stood before it were removed.)
+        """
+        runs = self._runs_of[count]
+        (shuttle, start), _ = runs.popitem()
+        if not runs:
+            del self._runs_of[count]
+            del self._counts[bisect_left(self._counts, count)]
+        del self._count_at[shuttle, start]
+        del self._start_before[shuttle, start + count]
+        return shuttle, start
 
     def _remove(self, shuttle: int, start: int, count: int) -> None:
         del self._count_at[shuttle, start]

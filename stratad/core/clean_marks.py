@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 from ipc.messages import TOKEN_BYTES
 from shm.layout import ChunkSpan, StageLayout
 from shm.row_spaces import SpaceRows
-from shm.rows import RowRuns, row_count
+from shm.rows import RUN_BYTES, RowList, RowRuns, row_count, unpack_rows
 from stratad.core.images import StageDigests
 from stratad.core.row_lists import CutRows
 
 # What all marks may take of the supervisor's memory: some fifty conversations of 100,000 tokens in single blocks.
 CLEAN_BYTES_LIMIT: Final = 64 * 1024 * 1024
-# Of one digest, of one run of rows in its three forms, and of all else that a stage has (as Python objects). The last
+# Of one digest, of one run of rows in its forms, and of all else that a stage has (as Python objects). The last
 # also bounds how many marks there can be: each is compared with the rows of every operation that writes.
 _DIGEST_BYTES: Final = 64
 _RUN_BYTES: Final = 256
@@ -178,18 +178,23 @@ def _agreed_tokens(layout: StageLayout, number: int, former: CleanMark, mark: Cl
     group = layout.groups[number]
     starts = [group.first_token(one.token_count) // group.tokens_per_row for one in (former, mark)]
     start = max(starts)
-    mine, theirs = (one.rows[stage].runs[number] for one in (former, mark))
+    mine, theirs = (one.rows[stage].lists[number] for one in (former, mark))
     same = _same_rows(mine, start - starts[0], theirs, start - starts[1])
     return (start + same) * group.tokens_per_row
 
 
-def _same_rows(a: RowRuns, skip_a: int, b: RowRuns, skip_b: int) -> int:
+def _same_rows(mine: RowList, skip_a: int, theirs: RowList, skip_b: int) -> int:
     """How many rows two lists have in common, after so many rows of each."""
     same = 0
-    equal = max(min(len(a), len(b)) - 1, 0)
-    if not (skip_a or skip_b) and a[:equal] == b[:equal]:  # the usual case, without a line of Python for each run
-        same = row_count(a[:equal])
-        a, b = a[equal:], b[equal:]
+    equal = RUN_BYTES * max(min(mine.run_count, theirs.run_count) - 1, 0)
+    a: RowRuns
+    b: RowRuns
+    if not (skip_a or skip_b) and mine.packed[:equal] == theirs.packed[:equal]:
+        # The usual case, without a line of Python for each run.
+        same = row_count(unpack_rows(mine.packed[:equal]))
+        a, b = unpack_rows(mine.packed[equal:]), unpack_rows(theirs.packed[equal:])
+    else:
+        a, b = mine.runs, theirs.runs
     at_a, at_b = iter(a), iter(b)
     (first_a, left_a), (first_b, left_b) = _skip(at_a, skip_a), _skip(at_b, skip_b)
     while left_a and left_b and first_a == first_b:

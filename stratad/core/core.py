@@ -425,8 +425,10 @@ class Core:
     @property
     def stopped(self) -> bool:
         """Whether every worker's process is gone, or stuck: that one is not waited for."""
+        if not self.state.stopping:
+            return False
         ended = {*GONE, WorkerState.STUCK}
-        return self.state.stopping and all(worker.state in ended for worker in self.state.workers.values())
+        return all(worker.state in ended for worker in self.state.workers.values())
 
     @property
     def stuck(self) -> frozenset[str]:
@@ -444,7 +446,8 @@ class Core:
     def _end(self) -> list[Effect]:
         state = self.state
         # Whatever ended an operation: its engine may have been closed, and others may have waited for its end.
-        registration.remove_idle(state)
+        if state.closing:
+            registration.remove_idle(state)
         while state.let_go and (state.waiting or state.short):
             queue.pump(state)
             registration.remove_idle(state)

@@ -24,7 +24,7 @@ from ipc.messages import (
     PutPart,
     Stage,
 )
-from shm.rows import row_count, unpack_rows
+from shm.rows import RowList
 from stratad.core import jobs, journaling, leases, queue
 from stratad.core.failures import Refusal
 from stratad.core.images import Chunk, Draft, Image
@@ -195,10 +195,10 @@ def _cut_rows(engine: Engine, packed: bytes, first_row: int, total: int, step: i
     """
     check_run_count(len(packed))
     try:
-        runs = unpack_rows(packed, engine.layouts[0].groups[0].rows)
+        rows = RowList.unpack(packed, engine.layouts[0].groups[0].rows)
     except ValueError as exc:
         raise Refusal("bad_rows", str(exc), stage=0) from exc
-    count = row_count(runs)
+    count = rows.count
     if total == 0 and first_row == 0 and count == 0:
         return None
     end = first_row + count
@@ -208,7 +208,7 @@ def _cut_rows(engine: Engine, packed: bytes, first_row: int, total: int, step: i
         raise Refusal(
             "bad_rows", f"a piece must lie between multiples of {step} rows or end the part, got {first_row} to {end}"
         )
-    return _Cut(CutRows((runs,), (packed,)), count)
+    return _Cut(CutRows.of((rows,)), count)
 
 
 def _begun_part(put: Put, request: PutPart) -> Part:

@@ -51,8 +51,10 @@ class RowFences:
         fences = self._fences.get((engine_id, stage))
         if fences is None:
             return
-        fences[:] = [fence for fence in fences if fence.op_id != op_id]
-        if not fences:
+        left = [fence for fence in fences if fence.op_id != op_id]
+        if left:
+            fences[:] = left
+        else:
             del self._fences[engine_id, stage]
 
     def __len__(self) -> int:

@@ -197,8 +197,14 @@ class StoredPiece(NamedTuple):
 def needed_granules(draft: Draft, hints: Hints | None = None) -> dict[str, int]:
     """Granules that the chunks take, but for those that are hinted, by worker."""
     need: dict[str, int] = {}
+    counted: dict[int, int] = {}  # stages of one kind share their spans
     for stage, (worker, stage_spans) in enumerate(zip(draft.scope.workers, draft.spans, strict=True)):
         hinted = hints.chunks[stage] if hints is not None else ()
-        granules = sum(granules_for(s.length_bytes) for number, s in enumerate(stage_spans) if number not in hinted)
+        if hinted:
+            granules = sum(granules_for(s.length_bytes) for number, s in enumerate(stage_spans) if number not in hinted)
+        elif id(stage_spans) in counted:
+            granules = counted[id(stage_spans)]
+        else:
+            granules = counted[id(stage_spans)] = sum([granules_for(span.length_bytes) for span in stage_spans])
         need[worker] = need.get(worker, 0) + granules
     return need

@@ -95,12 +95,13 @@ def spans_by_stage(engine: Engine, tokens: int, positions: Sequence[int]) -> lis
     Raises:
         Refusal: ``too_large``.
     """
-    counts = {id(kind): kind.chunk_count(tokens, len(positions)) for kind in engine.kinds}
-    count = sum(counts[id(layout)] for layout in engine.layouts)
+    kinds = engine.kinds
+    counts = {id(kind): kind.chunk_count(tokens, len(positions)) for kind in kinds}
+    stages = len(engine.layouts)
+    count = sum([counts[id(layout)] for layout in engine.layouts])
     if count > CHUNK_LIMIT:
-        stages = len(engine.layouts)
         raise Refusal("too_large", f"{tokens} tokens on {stages} stages are {count} chunks, over {CHUNK_LIMIT}")
-    spans = {id(kind): tuple(kind.chunks(tokens, positions)) for kind in engine.kinds}
+    spans = {id(kind): tuple(kind.chunks(tokens, positions)) for kind in kinds}
     return [spans[id(layout)] for layout in engine.layouts]
 
 
@@ -422,38 +423,58 @@ def raise_fences(state: State, op: Operation) -> None:
     Raises:
         Refusal: ``bad_rows`` (a row occurs twice) or ``rows_busy``.
     """
-    known = _KnownRows()
-    fences: list[tuple[int, Fence]] = []
-    for run, layout in zip(op.stages, state.engines[op.engine_id].layouts, strict=True):
+    engine = state.engines[op.engine_id]
+    made = _MadeFences(op)
+    fences = [made.of_stage(run, layout) for run, layout in zip(op.stages, engine.layouts, strict=True)]
+    for run, mine in zip(op.stages, fences, strict=True):
+        for fence in mine:
+            state.fences.check(op.engine_id, run.stage, fence)
+    for run, mine in zip(op.stages, fences, strict=True):
+        for fence in mine:
+            state.fences.raise_fence(op.engine_id, run.stage, fence)
+        op.fenced.add(run.stage)
+
+
+class _MadeFences:
+    """The fences of an operation. Stages of one layout that share their lists of rows share them, and stages whose
+    groups share memory alike the proof that no row occurs twice. All is known by identity: to hash rows, or layouts, is
+    to look at each of them.
+    """
+
+    def __init__(self, op: Operation) -> None:
+        self._op = op
+        self._fences: dict[tuple[int, int, int], tuple[Fence, ...]] = {}
+        self._distinct: dict[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]], SpaceRows] = {}
+
+    def of_stage(self, run: StageRun, layout: StageLayout) -> tuple[Fence, ...]:
+        """What one stage needs.
+
+        Raises:
+            Refusal: ``bad_rows``.
+        """
+        op = self._op
+        key = (id(layout), id(run.rows), id(run.target))
+        found = self._fences.get(key)
+        if found is not None:
+            return found
         written = op.written(run)
         mine: list[Fence] = []
         if op.reads_rows:
-            mine.append(Fence(op.op_id, known.distinct(layout, run.rows, run.stage), writes=False, layout=layout))
+            mine.append(Fence(op.op_id, self._rows(layout, run.rows, run.stage), writes=False, layout=layout))
         if written is not None:
-            mine.append(Fence(op.op_id, known.distinct(layout, written, run.stage), writes=True, layout=layout))
+            mine.append(Fence(op.op_id, self._rows(layout, written, run.stage), writes=True, layout=layout))
         if len(mine) == 2:
             what = shared_row(layout, mine[0].rows, mine[1].rows)
             if what:
                 raise Refusal("bad_rows", f"{what} is both source and target of the copy", stage=run.stage)
-        for fence in mine:
-            state.fences.check(op.engine_id, run.stage, fence)
-            fences.append((run.stage, fence))
-    for stage, fence in fences:
-        state.fences.raise_fence(op.engine_id, stage, fence)
-        op.fenced.add(stage)
+        found = self._fences[key] = tuple(mine)
+        return found
 
-
-class _KnownRows:
-    """Rows that were proven distinct; stages whose groups share memory alike, and that share rows, share the proof."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]], SpaceRows] = {}
-
-    def distinct(self, layout: StageLayout, rows: CutRows, stage: int) -> SpaceRows:
-        key = (layout.spaces, tuple(map(id, rows.runs)))  # by identity: to hash them is to look at each row
-        if key not in self._known:
+    def _rows(self, layout: StageLayout, rows: CutRows, stage: int) -> SpaceRows:
+        key = (layout.spaces, tuple(map(id, rows.lists)))
+        if key not in self._distinct:
             try:
-                self._known[key] = distinct_rows(layout, rows.runs)
+                self._distinct[key] = distinct_rows(layout, rows.lists)
             except ValueError as exc:
                 raise Refusal("bad_rows", str(exc), stage=stage) from exc
-        return self._known[key]
+        return self._distinct[key]

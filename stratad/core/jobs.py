@@ -618,7 +618,7 @@ def release(state: State, op: Operation) -> None:
         op.chunks = ()
     del state.ops[op.op_id]
     state.let_go = True
-    state.runs_in_flight -= op.run_count
+    state.runs_in_flight -= op.runs_held
     client = state.clients.get(op.client)
     if client is not None:
         client.seqs.pop(op.seq, None)

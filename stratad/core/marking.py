@@ -45,7 +45,7 @@ def prepare(state: State, engine: Engine, op: Operation) -> None:
     """
     try:
         spaces = tuple(
-            distinct_rows(layout, run.rows.runs) for layout, run in zip(engine.layouts, op.stages, strict=True)
+            distinct_rows(layout, run.rows.lists) for layout, run in zip(engine.layouts, op.stages, strict=True)
         )
     except ValueError as exc:
         raise Refusal("bad_rows", str(exc)) from exc

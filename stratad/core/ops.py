@@ -217,6 +217,7 @@ class Operation:
     told_free: bool = False
     waits_for: str = ""
     fenced: set[int] = field(default_factory=set)
+    runs_held: int = 0  # of `run_count`, while it is in flight
     hints: Hints | None = None
     looked: bool = False
     resident_tokens: int = 0
@@ -265,8 +266,9 @@ class Operation:
     @property
     def run_count(self) -> int:
         """Runs of all its lists of rows; stages of one kind share theirs."""
-        lists = {id(cut): cut for run in self.stages for cut in (run.rows, run.target) if cut is not None}
-        return sum(len(runs) for cut in lists.values() for runs in cut.runs)
+        lists = {id(run.rows): run.rows for run in self.stages}
+        lists.update({id(run.target): run.target for run in self.stages if run.target is not None})
+        return sum([cut.run_count for cut in lists.values()])
 
     @property
     def outcomes(self) -> tuple[StageOutcome, ...]:

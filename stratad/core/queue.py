@@ -34,7 +34,7 @@ def submit(state: State, op: Operation) -> None:
             f"operations in flight have {state.runs_in_flight} runs of rows, this one has {runs}: the limit is "
             f"{RUNS_IN_FLIGHT_LIMIT}",
         )
-    _enter(state, op, engine)
+    _enter(state, op, engine, runs)
     client = state.clients[op.client]
     client.seqs[op.seq] = op.op_id
     if op.image is not None:
@@ -56,13 +56,14 @@ def submit_own(state: State, op: Operation) -> None:
     """
     engine = state.engines[op.engine_id]
     _refuse_dead(state, op, engine)
-    _enter(state, op, engine)
+    _enter(state, op, engine, op.run_count)
     _start_if_possible(state, op, engine)
 
 
-def _enter(state: State, op: Operation, engine: Engine) -> None:
+def _enter(state: State, op: Operation, engine: Engine, runs: int) -> None:
     raise_fences(state, op)
-    state.runs_in_flight += op.run_count
+    op.runs_held = runs
+    state.runs_in_flight += runs
     state.ops[op.op_id] = state.waiting[op.op_id] = op
     state.wake_by(op.deadline_s)
     engine.ops += 1
@@ -84,6 +85,8 @@ def _refuse_dead(state: State, op: Operation, engine: Engine) -> None:
 
 def _refuse_unreportable(state: State, op: Operation) -> None:
     """Refuse to write more rows than a failure could name: who is told of none believes that none was touched."""
+    if not op.writes_rows:
+        return
     written = [rows for run in op.stages if (rows := op.written(run)) is not None]
     named_bytes = sum(len(packed) for rows in written for packed in rows.packed)
     limit = state.settings.max_message_bytes * 3 // 4  # the rest is for what a failure says besides

@@ -142,7 +142,7 @@ def image_record(
 
 def _stage_record(chunks: tuple[Chunk, ...]) -> StageRecord:
     keys = [chunk.key for chunk in chunks]
-    makers = list(dict.fromkeys((key.algorithm, key.key_id) for key in keys))
+    makers = list(dict.fromkeys([(key.algorithm, key.key_id) for key in keys]))
     if len(makers) == 1:
         maker_of = bytes(len(keys))
     else:
@@ -151,7 +151,7 @@ def _stage_record(chunks: tuple[Chunk, ...]) -> StageRecord:
     return StageRecord(
         pack_numbers([key.group for key in keys]),
         pack_numbers([key.token_count for key in keys]),
-        pack_places(chunk.place for chunk in chunks),
+        pack_places([chunk.place for chunk in chunks]),
         b"".join([key.digest for key in keys]),
         tuple(makers),
         maker_of,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from shm.layout import StageLayout
-from shm.rows import RUN_BYTES, RowRuns, first_rows, pack_rows, row_count, unpack_rows
+from shm.rows import RUN_BYTES, RowList
 from stratad.core.failures import Refusal
 
 # Runs of one list of rows, counted once for every kind of stage that reads it: what the loop unpacks and compares
@@ -16,7 +16,6 @@ from stratad.core.failures import Refusal
 RUN_LIMIT = 524_288
 
 PackedRows: TypeAlias = tuple[tuple[bytes, ...], ...]
-GroupRuns: TypeAlias = tuple[RowRuns, ...]
 
 
 class Need(NamedTuple):
@@ -30,26 +29,20 @@ class Need(NamedTuple):
 
 
 class CutRows(NamedTuple):
-    """The rows of one stage that an operation uses, and their packed form."""
+    """The rows of one stage that an operation uses, a list for each group, and their packed form."""
 
-    runs: GroupRuns
+    lists: tuple[RowList, ...]
     packed: tuple[bytes, ...]
 
+    @classmethod
+    def of(cls, lists: tuple[RowList, ...]) -> "CutRows":
+        """That of these lists."""
+        return cls(lists, tuple([rows.packed for rows in lists]))
 
-class _Unpacked(NamedTuple):
-    """One group's rows: as runs and packed, how many they are, and a row that none of them reaches."""
-
-    runs: RowRuns
-    packed: bytes
-    length: int
-    limit: int
-
-    def first(self, length: int) -> "_Unpacked":
-        """The first `length` rows; itself where these are all of them, so that nothing is packed again."""
-        if length >= self.length:
-            return self
-        runs = first_rows(self.runs, length)
-        return _Unpacked(runs, pack_rows(runs), length, self.limit)
+    @property
+    def run_count(self) -> int:
+        """Runs of all its lists."""
+        return sum([rows.run_count for rows in self.lists])
 
 
 class _Entries:
@@ -59,9 +52,8 @@ class _Entries:
 
     def __init__(self, rows: PackedRows) -> None:
         self._rows = rows
-        self._unpacked: dict[tuple[int, int, int], _Unpacked] = {}
-        self._cut: dict[tuple[int, int], _Unpacked] = {}
-        self._ends: dict[int, int] = {}
+        self._unpacked: dict[tuple[int, int, int], RowList] = {}
+        self._cut: dict[tuple[int, int], RowList] = {}
 
     def run_count(self, which: int, group: int) -> int:
         """Runs that a group's entry has.
@@ -74,7 +66,7 @@ class _Entries:
             raise ValueError(f"packed rows have {length} bytes, expected a multiple of {RUN_BYTES}")
         return length // RUN_BYTES
 
-    def unpack(self, which: int, group: int, run_count: int, limit: int) -> _Unpacked:
+    def unpack(self, which: int, group: int, run_count: int, limit: int) -> RowList:
         """The first `run_count` runs of a group that has `limit` rows.
 
         Raises:
@@ -83,21 +75,15 @@ class _Entries:
         key = (which, group, run_count)
         found = self._unpacked.get(key)
         if found is None:
-            packed = self._rows[which][group][: RUN_BYTES * run_count]
-            runs = unpack_rows(packed, limit)
-            found = self._unpacked[key] = _Unpacked(runs, packed, row_count(runs), limit)
-        elif limit < found.limit and self._end(found) > limit:
-            unpack_rows(found.packed, limit)  # says which
+            found = self._unpacked[key] = RowList.unpack(self._rows[which][group][: RUN_BYTES * run_count], limit)
+        elif found.end > limit:
+            RowList.unpack(found.packed, limit)  # says which
         return found
 
-    def _end(self, unpacked: _Unpacked) -> int:
-        """The row after the last one."""
-        if id(unpacked) not in self._ends:
-            self._ends[id(unpacked)] = max(map(sum, unpacked.runs), default=0)
-        return self._ends[id(unpacked)]
-
-    def cut(self, unpacked: _Unpacked, length: int) -> _Unpacked:
+    def cut(self, unpacked: RowList, length: int) -> RowList:
         """The first `length` rows."""
+        if length >= unpacked.count:
+            return unpacked
         key = (id(unpacked), length)
         if key not in self._cut:
             self._cut[key] = unpacked.first(length)
@@ -105,44 +91,41 @@ class _Entries:
 
 
 def cut_stages(layouts: Sequence[StageLayout], rows: PackedRows, need: Need, kept: int) -> list[CutRows]:
-    """The rows of every stage that hold the first `kept` tokens, out of those that a request gives for `need`.
+    """The rows of every stage that hold the first `kept` tokens, out of those that a request gives for `need`. Equal
+    layouts are one object (see `interned`).
 
     Raises:
         Refusal: ``bad_rows``, naming the stage and group, or ``too_large``.
     """
     count = len(layouts)
-    if len(rows) not in (1, count):
+    once = len(rows) == 1
+    if not once and len(rows) != count:
         raise Refusal("bad_rows", f"rows must be given once or once for each of {count} stages, got {len(rows)}")
-    _check_run_count(layouts, rows)
+    # By identity: to hash a layout is to look at all its planes.
+    asked = [(0 if once else number, id(layout)) for number, layout in enumerate(layouts)]
+    check_run_count(sum([len(entry) for which, _ in set(asked) for entry in rows[which]]))
     entries = _Entries(rows)
-    known: dict[tuple[int, int], CutRows] = {}  # layouts by identity: to hash one is to look at all its planes
-    found: list[CutRows] = []
-    for number, layout in enumerate(layouts):
-        which = min(number, len(rows) - 1)
-        cut = known.get((which, id(layout)))
-        if cut is None:
-            groups = len(layout.all_groups)
-            if len(rows[which]) != groups:
-                text = f"rows of {len(rows[which])} groups were given, the stage has {groups}"
-                raise Refusal("bad_rows", text, stage=number)
-            given = layout.rows_for(need.tokens, need.checkpoints)
-            used = given if kept == need.tokens else layout.rows_for(kept, need.checkpoints)
-            try:
-                every = [
-                    _unpack(entries, layout, which, group, given[group], exact=need.exact) for group in range(groups)
-                ]
-            except ValueError as exc:
-                raise Refusal("bad_rows", str(exc), stage=number) from exc
-            parts = [entries.cut(unpacked, length) for unpacked, length in zip(every, used, strict=True)]
-            cut = CutRows(tuple(part.runs for part in parts), tuple(part.packed for part in parts))
-            known[which, id(layout)] = cut
-        found.append(cut)
-    return found
+    known: dict[tuple[int, int], CutRows] = {}
+    for number, key in enumerate(asked):
+        if key not in known:
+            known[key] = _cut_stage(entries, layouts[number], rows, key[0], number, need=need, kept=kept)
+    return [known[key] for key in asked]
 
 
-def _check_run_count(layouts: Sequence[StageLayout], rows: PackedRows) -> None:
-    lists = {(min(number, len(rows) - 1), id(layout)) for number, layout in enumerate(layouts)}
-    check_run_count(sum(len(entry) for which, _ in lists for entry in rows[which]))
+def _cut_stage(
+    entries: _Entries, layout: StageLayout, rows: PackedRows, which: int, number: int, *, need: Need, kept: int
+) -> CutRows:
+    groups = len(layout.all_groups)
+    if len(rows[which]) != groups:
+        text = f"rows of {len(rows[which])} groups were given, the stage has {groups}"
+        raise Refusal("bad_rows", text, stage=number)
+    given = layout.rows_for(need.tokens, need.checkpoints)
+    used = given if kept == need.tokens else layout.rows_for(kept, need.checkpoints)
+    try:
+        every = [_unpack(entries, layout, which, group, given[group], exact=need.exact) for group in range(groups)]
+    except ValueError as exc:
+        raise Refusal("bad_rows", str(exc), stage=number) from exc
+    return CutRows.of(tuple([entries.cut(one, length) for one, length in zip(every, used, strict=True)]))
 
 
 def check_run_count(packed_bytes: int) -> None:
@@ -156,7 +139,7 @@ def check_run_count(packed_bytes: int) -> None:
         raise Refusal("too_large", f"the rows are {runs} runs over all kinds of stages, the limit is {RUN_LIMIT}")
 
 
-def _unpack(entries: _Entries, layout: StageLayout, which: int, number: int, count: int, *, exact: bool) -> _Unpacked:
+def _unpack(entries: _Entries, layout: StageLayout, which: int, number: int, count: int, *, exact: bool) -> RowList:
     """The rows of one group of a stage that needs `count`.
 
     Raises:
@@ -171,6 +154,6 @@ def _unpack(entries: _Entries, layout: StageLayout, which: int, number: int, cou
         unpacked = entries.unpack(which, number, min(given, count), layout.all_groups[number].rows)
     except ValueError as exc:
         raise ValueError(f"{where}{exc}") from exc
-    if unpacked.length != count and (exact or unpacked.length < count):
-        raise ValueError(f"{where}{count} rows are needed, got {unpacked.length}")
+    if unpacked.count != count and (exact or unpacked.count < count):
+        raise ValueError(f"{where}{count} rows are needed, got {unpacked.count}")
     return unpacked

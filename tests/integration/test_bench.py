@@ -50,17 +50,55 @@ class SpoiltSource(CpuSource):
         return reply
 
 
+SMALL = ("--stages", "2", "--captures", "24", "--restores", "6", "--warm-up", "2", "--clients", "2")
+
+
 def test_control() -> None:
-    report = bench("control", "--stages", "2", "--captures", "40", "--restores", "10", "--warm-up", "2")
+    report = bench("control", *SMALL, "--blocks", "64", "--paged", "2")
     ratios = report["ratios"]
     captures = [row for row in report["rows"] if row["arm"] == "capture"]
     assert ratios["p50_ms"] == max(row["p50_ms"] for row in captures) > 0
-    assert ratios["p99_ms"] is None, "40 samples tell nothing about the hundredth"
+    assert ratios["p99_ms"] is None, "24 samples tell nothing about the hundredth"
     starts = [row for row in report["rows"] if row["arm"] == "start"]
     assert ratios["ready_s"] == max(row["hello_s"] for row in starts)
     assert all(0 < row["hello_s"] <= row["workers_s"] for row in starts)
     assert ratios["supervisor_rss_mib"] == max(row["supervisor_rss_mib"] for row in starts) > 5
-    assert all(row["byte_exact"] for row in report["rows"] if row["arm"] == "restore")
+    assert ratios["supervisor_cpu_ms_per_op"] == max(row["supervisor_cpu_ms_per_op"] for row in captures) > 0
+    kinds = {kind: [row for row in report["rows"] if row["arm"] == kind] for kind in ("lookup", "clients")}
+    assert [row["n"] for row in kinds["lookup"]] == [6] * 3
+    assert [row["n"] for row in kinds["clients"]] == [24] * 3
+    for kind in ("restore", "restore_paged"):
+        assert [row["byte_exact"] for row in report["rows"] if row["arm"] == kind] == [True] * 3
+    paged = [row for row in report["rows"] if row["arm"] == "capture_paged"]
+    assert all(0 < row["outside_lane_p50_ms"] <= row["max_ms"] for row in paged)
+
+
+def test_control_of_two_settings() -> None:
+    report = bench("control", *SMALL, "--clients", "0", "--blocks", "0", "--arms", "parallel=true,false")
+    names = [f"copy.parallel={value}" for value in ("true", "false")]
+    assert [row["setting"] for row in report["rows"] if row["arm"] == "capture"] == names * 3
+    first, second = (
+        [row["p50_ms"] for row in report["rows"] if row["arm"] == "capture" and row["setting"] == name]
+        for name in names
+    )
+    worst = max(two / one for one, two in zip(first, second, strict=True))
+    assert report["ratios"]["capture_p50_ms_false_over_true"] == round(worst, 3)
+    assert report["ratios"]["p50_ms"] == max(first)
+
+
+def test_catalog() -> None:
+    report = bench("catalog", "--chunks", "4000", "--images", "400", "--lookups", "40", "--captures", "20")
+    rows, ratios = report["rows"], report["ratios"]
+    fill = rows[0]
+    assert (fill["arm"], fill["images"], fill["chunks"]) == ("fill", 400, 4000)
+    assert ratios["bytes_per_image"] == fill["bytes_per_image"]
+    lookups = [row for row in rows if row["arm"].startswith("lookup")]
+    assert len(lookups) == 9
+    assert ratios["lookup_p50_us"] == max(row["p50_us"] for row in lookups) > 0
+    assert ratios["lookup_p99_us"] is None, "40 samples tell nothing about the hundredth"
+    small, large = ([row for row in rows if row["arm"] == f"capture_{size}"] for size in ("small", "large"))
+    assert all(row["evicted"] > 0 for row in (*small, *large)), "the catalog was full"
+    assert ratios["capture_us_per_chunk"] == max(row["us_per_chunk"] for row in (*small, *large)) > 0
 
 
 def test_stages() -> None:

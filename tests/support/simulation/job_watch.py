@@ -33,7 +33,7 @@ def rows_of(pool: Pool, op: Operation, stage: int) -> list[int]:
     run = op.stages[stage]
     found: list[int] = []
     for span in run.spans:
-        rows = [row for first, count in run.rows.runs[span.group] for row in range(first, first + count)]
+        rows = [row for first, count in run.rows.lists[span.group].runs for row in range(first, first + count)]
         found += [pool.rows[span.group][row] for row in rows[span.first_row : span.first_row + span.row_count]]
     return found
 

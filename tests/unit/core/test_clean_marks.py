@@ -8,7 +8,7 @@ from hypothesis import given
 
 from ipc.messages import DigestJob, Done, Failed, JobDone, Mark, Marked, Stats, StatsReply, Unregister
 from shm.layout import Plane, RowGroup, StageLayout
-from shm.rows import pack_numbers, pack_rows, runs_of, unpack_numbers
+from shm.rows import RowList, pack_numbers, pack_rows, runs_of, unpack_numbers
 from stratad.core import clean_marks
 from stratad.core.clean_marks import CleanMark, plan_marking
 from stratad.core.images import StageDigests
@@ -323,10 +323,12 @@ SMALL = StageLayout((RowGroup((Plane(0, 8, 8, 512),)), RowGroup((Plane(4096, 8, 
 
 def a_mark(tokens: list[int], rows: list[list[int]]) -> CleanMark:
     """A mark whose groups have these rows, cut into runs of up to two."""
-    runs = tuple(tuple(run for n in range(0, len(group), 2) for run in runs_of(group[n : n + 2])) for group in rows)
+    lists = tuple(
+        RowList.of([run for n in range(0, len(group), 2) for run in runs_of(group[n : n + 2])]) for group in rows
+    )
     spans = SMALL.chunks(len(tokens))
     digests = (StageDigests("x", b"k", tuple(b"%d" % n for n in range(len(spans)))),)
-    cut = CutRows(runs, tuple(map(pack_rows, runs)))
+    cut = CutRows.of(lists)
     return CleanMark(1, 0, "a", pack_tokens(tokens), (), None, (cut,), (), len(spans), 0, digests)
 
 

@@ -322,10 +322,10 @@ def test_a_direct_copy_needs_as_many_target_rows_as_it_writes(
 def test_rows_are_unpacked_and_cut_once_for_all_kinds_of_stages() -> None:
     kinds = [StageLayout((RowGroup((Plane(0, 32, 32, rows, 4, 0),)),)) for rows in (8, 9)]
     one, other = cut_stages(kinds, ((pack_rows([(0, 1), (7, 1), (3, 1)]),),), Need(12, 0), 8)
-    assert one.runs == (((0, 1), (7, 1)),)
-    assert (one.runs[0] is other.runs[0], one.packed[0] is other.packed[0]) == (True, True)
+    assert [rows.runs for rows in one.lists] == [((0, 1), (7, 1))]
+    assert (one.lists[0] is other.lists[0], one.packed[0] is other.packed[0]) == (True, True)
     whole = cut_stages(kinds, ((pack_rows([(0, 3)]),),), Need(12, 0), 12)
-    assert whole[0].runs[0] is whole[1].runs[0]
+    assert whole[0].lists[0] is whole[1].lists[0]
     with pytest.raises(Refusal, match=r"run \(8, 1\) is empty or passes the last of 8 rows") as refused:
         cut_stages(list(reversed(kinds)), ((pack_rows([(0, 2), (8, 1)]),),), Need(12, 0), 12)
     assert (refused.value.code, refused.value.stage) == ("bad_rows", 1)

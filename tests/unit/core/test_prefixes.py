@@ -9,9 +9,9 @@ from tests.support.core_harness import pack_tokens
 sequences = st.lists(st.lists(st.sampled_from([1, 2, 256, 2**31]), min_size=1, max_size=8), max_size=12)
 
 
-@given(sequences, st.lists(st.sampled_from([1, 2, 256, 2**31]), max_size=9))
-def test_longest_prefix_is_the_one_a_scan_finds(stored: list[list[int]], query: list[int]) -> None:
-    index = PrefixIndex()
+@given(sequences, st.lists(st.sampled_from([1, 2, 256, 2**31]), max_size=9), st.integers(1, 4))
+def test_longest_prefix_is_the_one_a_scan_finds(stored: list[list[int]], query: list[int], block: int) -> None:
+    index = PrefixIndex(block)
     for number, tokens in enumerate(stored):
         index.add("s", pack_tokens(tokens), number)
 
@@ -33,6 +33,23 @@ def test_longest_prefix_is_the_one_a_scan_finds(stored: list[list[int]], query: 
     for number, tokens in enumerate(stored):
         index.remove("s", pack_tokens(tokens), number)
     assert len(index) == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=80), st.integers(1, 4))
+def test_the_index_holds_what_was_added_and_not_removed(steps: list[tuple[bool, int]], block: int) -> None:
+    index = PrefixIndex(block)
+    there: set[int] = set()
+    for adds, token in steps:
+        if adds and token not in there:
+            index.add("s", pack_tokens([token, token]), token)
+            there.add(token)
+        elif not adds and token in there:
+            index.remove("s", pack_tokens([token, token]), token)
+            there.remove(token)
+        assert len(index) == len(there)
+        found = {token for token in range(31) if index.longest_whole("s", pack_tokens([token, token, 99]))}
+        assert found == there
+        assert {token for token in range(31) if index.longest_common("s", pack_tokens([token]))} == there
 
 
 def test_common_tokens_counts_tokens_not_bytes() -> None:

@@ -11,8 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc import codec
-from ipc.codec import BadFrame, EncodeError, decode, encode
-from ipc.messages import Capture, Hello, JobDone, Lookup, Reply, Report, Request, Restore, Stats, StatsReply
+from ipc.codec import BadFrame, EncodeError, decode, decode_own, encode
+from ipc.messages import (
+    CancelJob,
+    Capture,
+    Command,
+    Hello,
+    JobDone,
+    JobFailed,
+    Lookup,
+    Reply,
+    Report,
+    Request,
+    Restore,
+    Stats,
+    StatsReply,
+)
 from tests.support.samples import decode_as, sample
 
 CAPTURE: Final = Capture(
@@ -270,3 +284,26 @@ def test_defaults_are_left_out() -> None:
 def test_counts_of_any_size_travel() -> None:
     stats = sample(StatsReply)
     assert decode(encode(stats), Reply) == stats
+
+
+def test_our_own_processes_messages_are_read_in_one_step() -> None:
+    """The same frames, whichever way they are read."""
+    for report in (JobDone(7, 65536, 0.1, 0.2, b"d" * 16), JobFailed(8, "damaged", "chunk 3", 3, (b"12345678",))):
+        assert decode_own(encode(report), Report) == decode(encode(report), Report) == report
+    assert decode_own(encode(CancelJob(3)), Command) == CancelJob(3)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb([1]),
+        msgpack.packb({"t": "no such"}),
+        encode(CancelJob(3)),
+        encode(JobDone(7, 1, 0.0, 0.0))[:-1],
+    ],
+)
+def test_what_is_no_message_of_our_own_is_a_bad_frame(frame: bytes) -> None:
+    with pytest.raises(BadFrame):
+        decode_own(frame, Report)

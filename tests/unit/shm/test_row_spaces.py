@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from shm.layout import StageLayout
 from shm.row_spaces import distinct_rows, shared_row
-from shm.rows import RowRuns, runs_of
+from shm.rows import RowList, runs_of
 from tests.support.shape_cases import Case, Rows, cases
 
 
@@ -24,8 +24,8 @@ def bytes_of(layout: StageLayout, rows: Rows) -> list[int]:
     ]
 
 
-def runs(rows: Rows) -> tuple[RowRuns, ...]:
-    return tuple(runs_of(mine) for mine in rows)
+def lists(rows: Rows) -> tuple[RowList, ...]:
+    return tuple(RowList.of(runs_of(mine)) for mine in rows)
 
 
 @st.composite
@@ -46,14 +46,14 @@ def test_rows_are_distinct_and_shared_as_their_bytes_are(case: Case, data: st.Da
         owned = bytes_of(layout, rows)
         if len(set(owned)) != len(owned):
             with pytest.raises(ValueError, match="occurs twice"):
-                distinct_rows(layout, runs(rows))
+                distinct_rows(layout, lists(rows))
             return
-    shared = shared_row(layout, distinct_rows(layout, runs(ours)), distinct_rows(layout, runs(theirs)))
+    shared = shared_row(layout, distinct_rows(layout, lists(ours)), distinct_rows(layout, lists(theirs)))
     assert bool(shared) == bool(set(bytes_of(layout, ours)) & set(bytes_of(layout, theirs)))
 
 
 @given(cases(max_tokens=12))
 def test_the_rows_of_a_case_and_its_targets_have_nothing_in_common(case: Case) -> None:
-    ours, theirs = distinct_rows(case.layout, runs(case.rows)), distinct_rows(case.layout, runs(case.target))
+    ours, theirs = distinct_rows(case.layout, lists(case.rows)), distinct_rows(case.layout, lists(case.target))
     assert shared_row(case.layout, ours, theirs) == ""
     assert not set(bytes_of(case.layout, case.rows)) & set(bytes_of(case.layout, case.target))

@@ -1,6 +1,7 @@
 """Runs of rows against plain lists and sets of row numbers."""
 
 import itertools
+import re
 import struct
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from shm.rows import (
     ROW_LIMIT,
+    DistinctRows,
+    RowList,
     RowRuns,
     first_rows,
     overlap,
@@ -81,3 +84,64 @@ def test_sorted_runs(runs: RowRuns) -> None:
 def test_overlap_is_the_lowest_shared_row(a: set[int], b: set[int]) -> None:
     found = overlap(runs_of(sorted(a)), runs_of(sorted(b)))
     assert found == min(a & b, default=None)
+
+
+SINGLE = st.lists(st.integers(0, 300), max_size=12).map(lambda rows: tuple((row, 1) for row in rows))
+
+
+@given(st.binary(max_size=64), st.integers(1, ROW_LIMIT))
+def test_a_list_takes_and_refuses_what_unpacking_does(packed: bytes, limit: int) -> None:
+    try:
+        runs = unpack_rows(packed, limit)
+    except ValueError as exc:
+        with pytest.raises(ValueError, match=re.escape(str(exc))):
+            RowList.unpack(packed, limit)
+        return
+    check_list(RowList.unpack(packed, limit), runs)
+
+
+@given(RUNS | SINGLE)
+def test_a_list_says_what_its_runs_are(runs: RowRuns) -> None:
+    check_list(RowList.of(runs), runs)
+
+
+def check_list(rows: RowList, runs: RowRuns) -> None:
+    assert rows.packed == pack_rows(runs)
+    assert rows.runs == runs
+    assert list(rows.firsts) == [first for first, _ in runs]
+    assert (rows.run_count, rows.count) == (len(runs), row_count(runs))
+    assert rows.end == max((first + count for first, count in runs), default=0)
+    assert rows.single == all(count == 1 for _, count in runs)
+
+
+def test_a_row_beyond_the_low_byte_is_no_single_run() -> None:
+    """Lengths are told by their bytes: 257 has a low byte of 1."""
+    for count in (257, 1 + (1 << 16), 1 + (1 << 24)):
+        runs = ((0, 1), (5, count))
+        check_list(RowList.of(runs), runs)
+
+
+@given(RUNS | SINGLE, st.integers(-1, 120))
+def test_the_first_rows_of_a_list(runs: RowRuns, count: int) -> None:
+    rows = RowList.of(runs)
+    cut = rows.first(count)
+    check_list(cut, first_rows(runs, max(count, 0)))
+    assert (cut is rows) == (count >= rows.count)
+
+
+@given(st.lists(RUNS | SINGLE, min_size=1, max_size=3))
+def test_joined_lists(lists: list[RowRuns]) -> None:
+    check_list(RowList.join([RowList.of(runs) for runs in lists]), tuple(run for runs in lists for run in runs))
+
+
+@given(RUNS | SINGLE, RUNS | SINGLE)
+def test_distinct_lists_and_what_they_share(ours: RowRuns, theirs: RowRuns) -> None:
+    for runs in (ours, theirs):
+        rows = expand(runs)
+        if len(set(rows)) != len(rows):
+            with pytest.raises(ValueError, match="twice"):
+                DistinctRows(RowList.of(runs))
+            return
+    one, other = DistinctRows(RowList.of(ours)), DistinctRows(RowList.of(theirs))
+    assert expand(one.ascending) == sorted(expand(ours))
+    assert one.shared(other) == min(set(expand(ours)) & set(expand(theirs)), default=None)

@@ -52,7 +52,7 @@ def test_tokens_in_any_form_pack_alike(tokens: TokensLike) -> None:
 def test_torch_tokens_pack_alike() -> None:
     torch = pytest.importorskip("torch")
     assert pack_tokens(torch.tensor([1, 2, 70000])) == pack_tokens([1, 2, 70000])
-    assert parse_rows(torch.tensor([4, 5, 6, 1])) == parse_rows([4, 5, 6, 1])
+    assert parse_rows(torch.tensor([4, 5, 6, 1])).runs == ((4, 3), (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -90,22 +90,26 @@ def test_bad_tokens_are_named(tokens: TokensLike, text: str) -> None:
     ],
 )
 def test_rows_in_any_form_pack_alike(rows: RowsLike) -> None:
-    assert parse_rows(rows) == ((7, 2), (3, 1))
+    parsed = parse_rows(rows)
+    assert parsed.runs == ((7, 2), (3, 1))
+    assert (parsed.run_count, parsed.count, parsed.end, parsed.single) == (2, 3, 9, False)
     (stage,) = given_for((STAGE,), rows, None, 3)
     assert stage.packed == (pack_rows([(7, 2), (3, 1)]),)
     assert stage.spaces[0].ascending == ((3, 1), (7, 2))
 
 
 def test_a_range_is_rows() -> None:
-    assert parse_rows(range(4, 9)) == ((4, 5),)
-    assert parse_rows(range(4, 9, 2)) == ((4, 1), (6, 1), (8, 1))
+    assert parse_rows(range(4, 9)).runs == ((4, 5),)
+    assert parse_rows(range(4, 9, 2)).runs == ((4, 1), (6, 1), (8, 1))
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, unique=True))
 def test_every_list_of_rows_survives(rows: list[int]) -> None:
     for given_rows in (rows, np.array(rows)):
         parsed = parse_rows(given_rows)
-        assert [row for first, count in parsed for row in range(first, first + count)] == rows
+        assert parsed.single == all(count == 1 for _, count in parsed.runs)
+        assert (parsed.count, parsed.end) == (len(rows), max(rows) + 1)
+        assert [row for first, count in parsed.runs for row in range(first, first + count)] == rows
         (stage,) = given_for((STAGE,), given_rows, None, len(rows))
         assert [row for first, count in stage.spaces[0].ascending for row in range(first, first + count)] == sorted(
             rows
@@ -226,3 +230,29 @@ def test_checkpoints_ascend_and_are_there_where_states_are() -> None:
 def test_a_slot_copy_takes_a_number_of_tokens_and_says_so(tmp_path: Path) -> None:
     with rig(tmp_path) as parts, pytest.raises(UsageError, match="how many there are, an int, got range"):
         parts.engine.slot_to(range(5), range(5), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (np.array([[3, 1], [5, 0]]), r"run \(5, 0\)"),
+        (np.array([[3, 1], [2**32 - 1, 2]]), r"run \(4294967295, 2\)"),
+        ([3, -1], r"run \(-1, 1\)"),
+        ([2**32], r"run \(4294967296, 1\)"),
+        ([2**70], "a row must be 0"),
+    ],
+)
+def test_runs_of_arrays_and_lists_are_checked_before_they_are_packed(rows: RowsLike, text: str) -> None:
+    with pytest.raises(UsageError, match=text) as caught:
+        parse_rows(rows)
+    assert caught.value.code == "bad_rows"
+
+
+def test_a_shuffled_list_with_few_neighbours_stays_single() -> None:
+    """Joined to runs it would be one of the lists that are dear to check; the packed form says the same rows."""
+    rows = [9, 4, 5, 1, 7, 12, 20]
+    for given_rows in (rows, np.array(rows)):
+        parsed = parse_rows(given_rows)
+        assert parsed.single
+        assert parsed.runs == tuple((row, 1) for row in rows)
+    assert parse_rows([4, 5, 6, 7, 1]).runs == ((4, 4), (1, 1))

@@ -14,7 +14,7 @@ import msgspec
 from ipc.codec import decode, encode
 from ipc.lifeline import Lifeline, LifelineServer
 from ipc.messages import Command, Exited, MemfdPool, Report, Stage, TemplateNews, WorkerSpec
-from ipc.server import RouterServer
+from ipc.stream_server import StreamServer
 from shm.layout import StageLayout
 from shm.process import own_identity
 from tests.support.wait import wait_until
@@ -27,7 +27,7 @@ class SmallSupervisor:
     """Everything that one worker talks to. `with` it: at the end no process is left."""
 
     def __init__(self, directory: Path) -> None:
-        self.router = RouterServer.bind(directory / "worker.sock", max_message_bytes=1 << 24)
+        self.router = StreamServer.bind(directory / "worker.sock", max_message_bytes=1 << 24)
         self.listener = LifelineServer.listen(directory / "life.sock")
         self.directory = directory
         self.lifeline: Lifeline | None = None
