@@ -114,6 +114,8 @@ def run(config: Config, notifier: Notifier) -> int:
                 workers=len(devices),
                 budget_bytes=settings.budget_bytes,
                 run_dir=str(paths.directory),
+                copies="side by side" if settings.parallel else "one stage after another",
+                **({"because": config.parallel_note} if config.parallel_note else {}),
             ),
         )
         gc.collect()
@@ -296,10 +298,15 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
         memory=MemorySettings(
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after
         ),
+        reuse=config.shuttle.reuse,
         admins=access.admins,
         allow_faults=config.testing.allow_faults,
+        trace=config.copy.trace,
         shown=(
             ("copy.parallel", str(config.copy.parallel).lower()),
+            *((("copy.parallel_note", config.parallel_note),) if config.parallel_note else ()),
+            ("copy.trace", str(config.copy.trace).lower()),
+            ("shuttle.reuse", config.shuttle.reuse),
             ("copy.chunk_tokens", str(config.copy.chunk_tokens)),
             ("access", access.allowed_text),
             ("ram.budget_source", source),
@@ -355,6 +362,7 @@ def _spec(config: Config, paths: SocketPaths, key: bytes, device: DeviceSpec) ->
         slice_bytes=config.copy.slice_bytes,
         staging_bytes=config.copy.staging_bytes,
         inline_bytes=config.copy.inline_bytes,
+        small_bytes=config.copy.small_bytes,
         link_bytes_per_s=config.cpu_device.link_bytes_per_s,
         max_message_bytes=config.limits.max_message_bytes,
         log_level=config.log.level,

@@ -369,6 +369,7 @@ class CpuDevice:
         self._pools = 0
         self.slice_bytes = min(slice_bytes, HOST_SLICE_BYTES)
         self.slice_rows = _SLICE_ROWS
+        self.digest_slice_bytes = max(slice_bytes, HOST_SLICE_BYTES)
         self.name = platform.processor() or platform.machine()
         self.digest_algorithm = XXH3
         self.digest_path = "numpy"

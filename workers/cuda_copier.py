@@ -111,14 +111,14 @@ class CudaCopier:
             self._kernels.gather(loaded, self._work)
             self._sum_staging(entry, loaded, self._work)
 
-    def _begin_source(self, entry: _Slot, work: SliceWork) -> LoadedSlice:
-        """Start to digest the rows of a slice."""
+    def _begin_source(self, entry: _Slot, work: SliceWork, *, staged: bool = True) -> LoadedSlice:
+        """Start to digest the rows of a slice; of one that is not `staged` nothing more will be done."""
         runtime = self._runtime
         if entry.reads_table:
             # The table of the slot's last copy may not have left the host yet.
             runtime.event_synchronize(entry.copied)
             entry.reads_table = False
-        table = self._table(entry, work)
+        table = self._table(entry, work, staged=staged)
         # The slot's last slice may still be on its way out of staging.
         runtime.stream_wait_event(self._work, entry.copied)
         loaded = entry.loaded = self._load(entry, work, table, self._work)
@@ -129,7 +129,7 @@ class CudaCopier:
         """See `Copier`."""
         with translated():
             entry = self._slots[slot]
-            self._begin_source(entry, work)
+            self._begin_source(entry, work, staged=False)
             entry.memory.fetch_sums(self._work)
             self._runtime.event_record(entry.summed, self._work)
 
@@ -255,8 +255,10 @@ class CudaCopier:
             self._runtime.stream_destroy(stream)
         self._counts.streams -= len(self._streams)
 
-    def _table(self, entry: _Slot, work: SliceWork) -> SliceTable:
+    def _table(self, entry: _Slot, work: SliceWork, *, staged: bool = True) -> SliceTable:
         table = slice_table(work, work.pool.layout)
+        if not staged:
+            table = table._replace(staging_bytes=0)
         if not entry.memory.fits(table):
             for stream in self._streams:
                 self._runtime.stream_synchronize(stream)

@@ -259,6 +259,11 @@ class Device(Protocol):
         """Most rows of a slice."""
         ...
 
+    @property
+    def digest_slice_bytes(self) -> int:
+        """Largest useful slice of what is only digested where it lies: nothing of it is staged."""
+        ...
+
     def bind_thread(self) -> None:
         """Make the device current on the calling thread."""
         ...

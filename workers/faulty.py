@@ -276,6 +276,11 @@ class FaultyDevice:
         """See `Device`."""
         return self._inner.slice_rows
 
+    @property
+    def digest_slice_bytes(self) -> int:
+        """See `Device`."""
+        return self._inner.digest_slice_bytes
+
     def bind_thread(self) -> None:
         """See `Device`."""
         self._inner.bind_thread()

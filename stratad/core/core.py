@@ -12,9 +12,11 @@ from ipc.messages import (
     EventAwaited,
     Failed,
     FaultStruck,
+    GroupRestored,
     Hello,
     JobDone,
     JobFailed,
+    LaneMoving,
     PoolClosed,
     PoolFailed,
     PoolOpened,
@@ -43,6 +45,7 @@ from stratad.core import (
     registration,
     rescue,
     service,
+    trace,
 )
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
@@ -65,10 +68,17 @@ class Core:
         self, settings: Settings, devices: Mapping[str, str], at: Instant, legacy: adoption.Legacy | None = None
     ) -> None:
         self.state = State(
-            settings, Catalog(settings.budget_bytes, settings.budget_images, _first_id(settings, legacy))
+            settings,
+            Catalog(
+                settings.budget_bytes,
+                settings.budget_images,
+                _first_id(settings, legacy),
+                sharing=settings.reuse != "off",
+            ),
         )
         self.state.started_s = self.state.now_s = at.now_s
         self.state.now_unix_s = at.now_unix_s
+        self.state.trace.switch(at.now_s, on=settings.trace)
         for name, device in devices.items():
             arena = Arena()
             self.state.catalog.arenas[name] = arena
@@ -259,11 +269,8 @@ class Core:
         match report:
             case JobDone():
                 jobs.job_done(state, worker, report)
-            case EventAwaited():
-                jobs.event_awaited(state, worker, report)
-                return self._end()
-            case SourceFree():
-                jobs.source_free(state, worker, report)
+            case EventAwaited() | GroupRestored() | LaneMoving() | SourceFree():
+                jobs.moves_on(state, worker, report)
                 return self._end()
             case JobFailed():
                 jobs.job_failed(state, worker, report)
@@ -299,7 +306,7 @@ class Core:
                 return self._end()
         if state.closing:
             registration.remove_idle(state)
-        if state.waiting:
+        if state.waiting or state.short:
             queue.pump(state)
         return self._end()
 
@@ -321,6 +328,7 @@ class Core:
             start_s=round(report.start_s, 3),
         )
         memory.worker_ready(state, worker)
+        trace.worker_ready(state, worker)
         arenas.tend(state, worker, self._needed_shuttles(worker))
         registration.worker_ready(state, worker)
 
@@ -353,14 +361,19 @@ class Core:
             arenas.kill(state, worker, "worker_died", reason)
         return self._end()
 
-    def worker_gone(self, name: str, generation: int, reason: str, at: Instant) -> list[Effect]:
-        """Proof that a worker's process is gone. Its jobs fail, its extents and rows are free, it is started again."""
+    def worker_gone(
+        self, name: str, generation: int, reason: str, at: Instant, *, under_way: tuple[int, ...] | None = None
+    ) -> list[Effect]:
+        """Proof that a worker's process is gone. Its jobs fail, its extents and rows are free, it is started again.
+        `under_way` are the jobs that it was copying; None: any may have been.
+        """
         state = self._begin(at)
         worker = state.workers[name]
         if worker.generation != generation or worker.state in GONE:
             return self._end()
         code = worker.kill_code or "worker_died"
         worker.kill_code = ""
+        worker.life.under_way = under_way
         lives.ended(state, worker, reason)
         worker.mapped.clear()
         worker.locked.clear()
@@ -393,6 +406,7 @@ class Core:
             registration.stop(state)
             for op in list(state.waiting.values()):
                 jobs.fail(state, op, "stopping", "the daemon is stopping")
+            queue.pump(state)
             for worker in state.workers.values():
                 if worker.state in (WorkerState.READY, WorkerState.STARTING):
                     state.out.append(SendTo(worker.name, StopWorker()))
@@ -431,7 +445,7 @@ class Core:
         state = self.state
         # Whatever ended an operation: its engine may have been closed, and others may have waited for its end.
         registration.remove_idle(state)
-        while state.let_go and state.waiting:
+        while state.let_go and (state.waiting or state.short):
             queue.pump(state)
             registration.remove_idle(state)
         state.let_go = False

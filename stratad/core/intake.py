@@ -326,6 +326,7 @@ def _restore_image(state: State, engine: Engine, request: Restore) -> Operation:
     if request.take and image.pinned:
         raise Refusal("pinned", f"image {image.image_id} is pinned: it can be restored but not taken")
     op = _restore(state, engine, request, image, request.tokens)
+    op.layered = request.layered
     if request.take and image.taken and not leases.give_up_take(state, engine.client, image.image_id):
         raise Refusal("image_busy", f"image {image.image_id} is being taken by another call")
     if request.take:
@@ -375,7 +376,19 @@ def _restore(state: State, engine: Engine, request: Restore | SlotFrom, image: I
         image=image,
         positions=image.positions,
         image_tokens=image.token_count,
+        resident_tokens=_resident(state, request, tokens),
     )
+
+
+def _resident(state: State, request: Restore | SlotFrom, tokens: int) -> int:
+    """How many of the tokens may be in their rows, where digests are to find that out.
+
+    Raises:
+        Refusal: ``bad_tokens``.
+    """
+    if not 0 <= request.resident_tokens < ROW_LIMIT:
+        raise Refusal("bad_tokens", f"resident_tokens must be 0 to {ROW_LIMIT - 1}, got {request.resident_tokens}")
+    return min(request.resident_tokens, tokens) if state.settings.reuse == "verified" else 0
 
 
 def _check_prefix(engine: Engine, image: Image, tokens: int) -> None:

@@ -97,6 +97,7 @@ def _end(state: State, op: Operation, worker: Worker, index: int, cause: str) ->
         if run.worker == worker.name and run.state is StageState.PENDING
     )
     if op.state is OpState.WAITING:
+        op.forget_hints()
         if reads or (op.piece is not None and op.piece.put.ended):
             jobs.fail(state, op, "damaged", cause)
     elif reads:
@@ -106,8 +107,8 @@ def _end(state: State, op: Operation, worker: Worker, index: int, cause: str) ->
 
 
 def _reserved_in(staged: Staged, worker: Worker, index: int) -> bool:
-    by_stage = zip(staged.draft.scope.workers, staged.places, strict=True)
-    return any(name == worker.name and _holds(places, index) for name, places in by_stage)
+    workers = staged.draft.scope.workers
+    return any(name == worker.name and _holds(staged.all_places(stage), index) for stage, name in enumerate(workers))
 
 
 def _holds(places: Iterable[ChunkPlace], index: int) -> bool:

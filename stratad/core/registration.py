@@ -193,7 +193,9 @@ def _open(state: State, engine: Engine, stage: EngineStage) -> None:
     if engine.registered:  # opened again: the engine has written since it read the probe
         description = msgspec.structs.replace(description, probe_offsets=b"", probe_bytes=b"")
     _order(state, worker)
-    state.out.append(SendTo(worker.name, OpenPool(stage.pool, description, client.pid, client.start_ticks)))
+    state.out.append(
+        SendTo(worker.name, OpenPool(stage.pool, description, client.pid, client.start_ticks, engine.engine_id))
+    )
 
 
 def _order(state: State, worker: Worker) -> None:

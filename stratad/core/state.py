@@ -19,6 +19,7 @@ from stratad.core.memory_tracks import MemorySettings, MemoryState
 from stratad.core.ops import Operation
 from stratad.core.puts import Get, Put
 from stratad.core.restarts import RestartPolicy
+from stratad.core.trace_ring import TraceRing
 
 
 class Instant(NamedTuple):
@@ -58,8 +59,10 @@ class Settings:
     order_s: float = 30.0
     stuck_s: float = 10.0
     memory: MemorySettings = field(default_factory=MemorySettings)
+    reuse: str = "storage"  # or "off" or "verified" (see the configuration)
     admins: frozenset[int] = frozenset()
     allow_faults: bool = False
+    trace: bool = False
     shown: tuple[tuple[str, str], ...] = ()
 
 
@@ -96,7 +99,8 @@ class Life:
 
     `leaving_s`: it said or showed that it ends, and is killed then. `making_by_s`, `pools_by_s`: by when the shuttle in
     the making, and the next of the `pool_orders` it was given, must be answered. `culprit`: what is to blame for its
-    end, by its operation `culprit_op`; `excused`: nothing of what it copies is.
+    end, by its operation `culprit_op`; `excused`: nothing of what it copies is. `hung`: lanes that let a deadline pass,
+    by `Operation.reads_rows`; `under_way`: the jobs that it was copying when it ended (None: nobody knows).
     """
 
     killed_s: float = 0.0
@@ -111,6 +115,8 @@ class Life:
     culprit_op: Operation | None = None
     boot_failed: BootFailed | None = None
     ordered: bool = False  # its end was ordered by an admin
+    hung: frozenset[bool] = frozenset()
+    under_way: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +159,9 @@ class Worker:
     grow_again_s: float = 0.0
     jobs: dict[int, tuple[Operation, int]] = field(default_factory=dict)
     job_bytes: int = 0
-    moved_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # last good end by `Operation.reads_rows`
+    moved_s: list[float] = field(
+        default_factory=lambda: [0.0, 0.0]
+    )  # last sign of a lane's going on, by `Operation.reads_rows`
     resources: dict[str, int] = field(default_factory=dict)
     census: int = 0
     counted: int = 0  # the latest census that was answered
@@ -306,6 +314,7 @@ class State:
     pools: dict[int, EngineStage] = field(default_factory=dict)
     ops: dict[int, Operation] = field(default_factory=dict)
     waiting: dict[int, Operation] = field(default_factory=dict)  # those of `ops` that have not started, oldest first
+    short: dict[int, Operation] = field(default_factory=dict)  # those that need extents for hints that were wrong
     runs_in_flight: int = 0  # runs of rows of all `ops`
     closing: set[int] = field(default_factory=set)  # engines that go when their last operation ends
     suspects: WeakSet[Suspect] = field(default_factory=WeakSet)  # those whose copies have a worker to themselves
@@ -314,6 +323,7 @@ class State:
     faults: dict[int, FaultInfo] = field(default_factory=dict)  # armed, not struck yet
     announced: list[Announced] = field(default_factory=list)
     memory: MemoryState = field(default_factory=MemoryState)
+    trace: TraceRing = field(default_factory=TraceRing)
     owners: dict[str, int] = field(default_factory=dict)
     fingerprint_fields: dict[str, dict[str, str]] = field(default_factory=dict)
     # Appends that are not answered, by serial: what follows a good answer, and a bad one (see `journaling`).

@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from ipc.messages import EngineInfo, ProcessMemory, StatsReply, WorkerInfo
+from stratad import topology
 from stratad.ctl.connection import DaemonClient
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.memory import warning_lines
@@ -43,11 +44,14 @@ def describe(stats: StatsReply, resident_of: ResidentOf) -> Answer:
     # What the wire leaves out where it is the default.
     data["memory_warnings"] = [msgspec.to_builtins(warning) for warning in stats.memory_warnings]
     data["journal_bytes"], data["journal_error"] = stats.journal_bytes, stats.journal_error
+    places = _places(stats.workers)
+    data["places"] = {device: place._asdict() for device, place in places.items()}
     data["processes"] = [msgspec.to_builtins(process) for process in processes]
     lines = [
         *_head(stats),
         "",
         *_workers(stats.workers),
+        *_place_lines(places),
         "",
         *_engines(stats),
         "",
@@ -107,9 +111,22 @@ def _head(stats: StatsReply) -> list[str]:
         f"free {human_bytes(stats.free_bytes)}, budget {human_bytes(stats.budget_bytes)}",
         f"journal {human_bytes(stats.journal_bytes)}"
         + (f", cannot be written: {stats.journal_error}" if stats.journal_error else ""),
+        *copies(stats.settings),
         *_testing(stats.settings),
         *warning_lines(stats.memory_warnings),
     ]
+
+
+def copies(settings: Mapping[str, str]) -> list[str]:
+    """How stages copy, where that is not what it mostly is or somebody wanted it otherwise; and the trace."""
+    lines = []
+    serial, note = settings.get("copy.parallel") == "false", settings.get("copy.parallel_note", "")
+    if serial or note:
+        how = "one stage after another" if serial else "stages side by side"
+        lines.append(printable(f"copies: {how}" + (f" ({note})" if note else "")))
+    if settings.get("copy.trace") == "true":
+        lines.append("trace: on (see `stratactl trace`)")
+    return lines
 
 
 def _testing(settings: Mapping[str, str]) -> list[str]:
@@ -132,6 +149,22 @@ def _workers(workers: Sequence[WorkerInfo]) -> list[str]:
         if worker.resources
     )
     return [*table(head, (_worker_cells(worker) for worker in workers)), *map(printable, resources)]
+
+
+def _places(workers: Sequence[WorkerInfo]) -> dict[str, topology.Place]:
+    """By device, where the driver and the kernel say that it is."""
+    pci = {gpu.uuid: gpu.pci for gpu in topology.listed_gpus()}
+    return {worker.device: topology.place_of(pci[worker.device]) for worker in workers if worker.device in pci}
+
+
+def _place_lines(places: Mapping[str, topology.Place]) -> list[str]:
+    if not places:
+        return []
+    rows = (
+        (device, place.pci, str(place.numa_node) if place.numa_node >= 0 else "-", cpu_ranges(place.cpus))
+        for device, place in places.items()
+    )
+    return ["", *table(("device", "PCI address", "NUMA node", "CPUs near it"), rows)]
 
 
 def _worker_cells(worker: WorkerInfo) -> tuple[str, ...]:

@@ -167,7 +167,7 @@ class GpuRig:
         points = packed_positions(tokens, state_slot)
         packed = packed_rows(pool.layout, rows, state_slot)
         job = CaptureJob(1, 1, packed, tokens, pack_places(places), False, points)
-        return self._run(pool, job, LaneKind.CAPTURE)
+        return self.run(pool, job)
 
     def restore(
         self,
@@ -184,15 +184,16 @@ class GpuRig:
         points = packed_positions(tokens, state_slot)
         packed = packed_rows(pool.layout, rows, state_slot)
         job = RestoreJob(2, 1, packed, tokens, tokens, pack_places(places), digests, (algorithm,), False, points)
-        return self._run(pool, job, LaneKind.RESTORE)
+        return self.run(pool, job)
 
-    def _run(self, pool: DevicePool, job: CaptureJob | RestoreJob, lane: LaneKind) -> JobDone | JobFailed:
+    def run(self, pool: DevicePool, job: CaptureJob | RestoreJob) -> JobDone | JobFailed:
+        """Run one job on its lane."""
         self.device.bind_thread()
         try:
             plan = plan_job(self.device, pool, job)
         except JobRefused as exc:
             return JobFailed(job.job, exc.code, exc.message)
-        return self.lanes[lane].run(plan, NEVER)
+        return self.lanes[plan.lane].run(plan, NEVER)
 
     def close(self) -> None:
         """Give everything back."""

@@ -218,10 +218,16 @@ class Harness:
         self.now_s += by_s
         self.perform(self.core.tick(self.at))
 
-    def worker_gone(self, worker: str, reason: str = "killed by SIGKILL") -> None:
-        """The worker's process is proven gone."""
+    def worker_gone(
+        self, worker: str, reason: str = "killed by SIGKILL", *, under_way: tuple[int, ...] | None = (-1,)
+    ) -> None:
+        """The worker's process is proven gone; unless told otherwise, of each lane its oldest job was under way."""
+        if under_way == (-1,):
+            heads = {not isinstance(job, RestoreJob): job.job for job in reversed(self.jobs(worker))}
+            under_way = tuple(heads.values())
         self.sent.pop(worker, None)
-        self.perform(self.core.worker_gone(worker, self.generations[worker], reason, self.at))
+        generation = self.generations[worker]
+        self.perform(self.core.worker_gone(worker, generation, reason, self.at, under_way=under_way))
 
     @property
     def kills(self) -> list[KillWorker]:
@@ -314,6 +320,7 @@ class Harness:
         tokens: int = -1,
         take: bool = False,
         slot: int = 0,
+        resident_tokens: int = 0,
     ) -> int:
         """Submit a restore; returns its number."""
         request = Restore(
@@ -325,6 +332,7 @@ class Harness:
             "host",
             tokens=tokens,
             take=take,
+            resident_tokens=resident_tokens,
         )
         self.ask(client, request)
         return request.seq
@@ -402,7 +410,8 @@ class Harness:
         digests = b""
         number = int(worker.removeprefix("cpu:")) if stage is None else stage
         if isinstance(job, CaptureJob):
-            digests = b"".join(self.content(number, n) for n in range(len(unpack_places(job.places))))
+            every = range(len(unpack_places(job.places)) + len(unpack_numbers(job.hinted)))
+            digests = b"".join(self.content(number, n) for n in unpack_numbers(job.chunks) or every)
         elif isinstance(job, DigestJob):
             digests = b"".join(self.content(number, n) for n in unpack_numbers(job.chunks))
         self.report(worker, JobDone(job.job, 1, 0.0, 0.0, digests))

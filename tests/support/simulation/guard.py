@@ -5,7 +5,7 @@ processes and messages.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ipc.messages import (
     Capture,
@@ -23,15 +23,20 @@ from ipc.messages import (
     Restore,
     Restored,
     SlotTo,
+    Traced,
     WorkersChanged,
 )
 from shm.rows import unpack_numbers
-from stratad.core.effects import ReplyTo
+from stratad.core.effects import LogLine, ReplyTo
+from stratad.core.trace import STEPS
 from tests.support.simulation.audit import Audit
 from tests.support.simulation.content import check, part_content
 from tests.support.simulation.engine import Pending
 from tests.support.simulation.image_watch import ImageWatch
 from tests.support.simulation.job_watch import GROUP, JobWatch, row_numbers, who
+from tests.support.simulation.worker import SimWorker
+
+_BLAME: Final = {"held against": "blamed", "suspected of a worker's death": "suspected"}
 
 if TYPE_CHECKING:
     from tests.support.simulation.world import World
@@ -46,6 +51,7 @@ class Guard:
     images: ImageWatch = field(init=False)
     audit: Audit = field(init=False)
     waiting: dict[tuple[int, int], Request] = field(default_factory=dict)
+    dying: SimWorker | None = None  # whose end is being noticed
 
     def __post_init__(self) -> None:
         self.jobs = JobWatch(self.world)
@@ -81,6 +87,19 @@ class Guard:
             except AssertionError as found:
                 check(False, f"recount: {found or 'an assertion of Core.validate'}")
 
+    def blamed(self, line: LogLine) -> None:
+        """The core holds a worker's death against an operation, or suspects it: one that was copied when it died."""
+        if line.message not in _BLAME:
+            return
+        process = self.dying
+        assert process is not None, "deaths are noticed one after another"
+        self.world.tally.counts[_BLAME[line.message]] += 1
+        copied = {process.op_of[job] for job in (*process.under_way, process.lost_by) if job}
+        op = dict(line.fields)["op"]
+        check(
+            op in copied, f"operation {op} is blamed for the end of {process.pid}, which was copying {sorted(copied)}"
+        )
+
     # --- what the core tells clients ----------------------------------------------------------------------------------
 
     def replied(self, effect: ReplyTo) -> None:
@@ -98,6 +117,8 @@ class Guard:
             if reply.state == "source_free":
                 reading = [n for n in mine if not n.source_read]
                 check(not reading, f"rows of request {reply.seq} are told free while {who(reading)} reads them")
+            if reply.state == "group":
+                self._check_group(reply, pending, client)
             return
         request = self.waiting.pop(key)
         check(not mine, f"request {reply.seq} is answered while {who(mine)} may still touch its rows")
@@ -137,6 +158,8 @@ class Guard:
                 self.images.pinned = self.images.pinned | images if request.pinned else self.images.pinned - images
             case Failed() if pending.target is not None and pending.before:
                 self._check_untouched(reply, pending)
+            case Traced():
+                _check_trace(reply)
 
     def _check_recorded(self, image_id: int) -> None:
         """Before anybody is told of an image, it is in the journal (it may have made room again since)."""
@@ -158,6 +181,22 @@ class Guard:
                 check(image.token_count == reply.tokens, "an image has another count of tokens than was told")
         check(all(o.state == "done" for o in reply.stages), "an image is published although a stage did not end well")
 
+    def _check_group(self, reply: Progress, pending: Pending, client: int) -> None:
+        """The rows of a group that is told are those of the image, although others may be on their way."""
+        assert isinstance(pending.request, Restore)
+        check(pending.request.layered, f"request {reply.seq} is told of groups and has not asked for them")
+        ops = self.world.core.state.ops.values()
+        op = next(op for op in ops if (op.client, op.seq) == (client, reply.seq))
+        truth = self.audit.truths.get(op.image.image_id) if op.image is not None else None
+        if reply.group or truth is None:
+            return
+        assert pending.engine is not None
+        assert pending.target is not None
+        first, stage = pending.target.first_row, reply.stage
+        now = pending.engine.pools[stage].rows[0][first : first + op.token_count]
+        wanted = truth[stage][: op.token_count]
+        check(now == wanted, f"wrong bytes: stage {stage} of request {reply.seq} does not hold the group it is told of")
+
     def _check_restored(self, reply: Restored, request: Request, pending: Pending) -> None:
         if isinstance(request, Restore):
             tokens = self._image(reply.image_id)
@@ -165,14 +204,22 @@ class Guard:
             check(reply.tokens == asked, f"restored {reply.tokens} tokens, asked for {asked}")
             pending.tokens = list(tokens[: reply.tokens])
         check(all(o.state == "done" for o in reply.stages), "told restored although a stage did not end well")
-        self._check_memory(pending, pending.tokens, "restored")
+        truth = self.audit.truths.get(reply.image_id) if isinstance(request, Restore) else None
+        self._check_memory(pending, pending.tokens, "restored", exactly=not isinstance(request, Restore))
+        for stage, before in enumerate(truth or ()):
+            assert pending.engine is not None
+            assert pending.target is not None
+            first = pending.target.first_row
+            now = pending.engine.pools[stage].rows[0][first : first + reply.tokens]
+            check(now == before[: reply.tokens], f"wrong bytes: slot {pending.target.number} does not hold the image's")
 
     @staticmethod
-    def _check_memory(pending: Pending, tokens: list[int], verb: str) -> None:
+    def _check_memory(pending: Pending, tokens: list[int], verb: str, *, exactly: bool = True) -> None:
         engine, target = pending.engine, pending.target
         assert engine is not None
         assert target is not None
-        check(engine.holds(target, tokens), f"wrong bytes: slot {target.number} does not hold what was {verb}")
+        held = engine.holds(target, tokens, exactly=exactly)
+        check(held, f"wrong bytes: slot {target.number} does not hold what was {verb}")
 
     @staticmethod
     def _check_untouched(reply: Failed, pending: Pending) -> None:
@@ -191,3 +238,11 @@ class Guard:
                 check(told or was == row, f"row {target.first_row + at} of stage {stage} was written, and not told so")
             told = GROUP + target.number in undefined
             check(told or before[1] == now[1], f"a state of stage {stage} was written, and not told so")
+
+
+def _check_trace(reply: Traced) -> None:
+    """Nothing of an operation's time is missing from the trace, and nothing is in it twice."""
+    for op in reply.ops:
+        for stage in op.stages:
+            steps_s = sum(getattr(stage, f"{step}_s") for step in STEPS)
+            check(abs(steps_s - op.total_s) < 1e-6, f"the steps of a {op.kind} take {steps_s} s, it {op.total_s} s")

@@ -180,7 +180,7 @@ class World:
                 case ReplyTo():
                     self._reply(effect)
                 case LogLine():
-                    pass
+                    self.guard.blamed(effect)
                 case ForwardDescriptor():
                     self._forward(effect)
                 case CloseDescriptor():
@@ -242,6 +242,8 @@ class World:
         if isinstance(command, CaptureJob | RestoreJob | CopyJob | DigestJob):
             self.guard.jobs.sent(process, command)
             self.tally.counts[f"job:{type(command).__name__}"] += 1
+            if self.core.state.trace.on:
+                self.core.state.trace.note_sent(command.job, self.now_s)
         if process.alive:
             process.inbox.append(command)
 
@@ -256,6 +258,7 @@ class World:
             request = client.pending[reply.seq].request
             self.conversations.add(getattr(request, "conversation", ""))
         client.outbox.append(reply)
+        self.core.state.trace.note_reply(effect.client, reply.seq, self.now_s)
 
     def _forward(self, effect: ForwardDescriptor) -> None:
         client, process = self.by_number.get(effect.client), self.current.get(effect.worker)
@@ -343,9 +346,13 @@ class World:
             self.former_gone(process.name)
         elif self.current.get(process.name) is process:
             del self.current[process.name]
+            if sum(map(len, process.lanes.values())) > len(process.under_way):
+                self.tally.counts["death:of several jobs"] += 1
+            self.guard.dying = process
+            name, generation, reason, copied = process.name, process.generation, process.reason, process.under_way
             self.event(
                 Cause("worker_gone"),
-                lambda: self.core.worker_gone(process.name, process.generation, process.reason, self.at),
+                lambda: self.core.worker_gone(name, generation, reason, self.at, under_way=copied),
             )
 
     def pool_at(self, process: SimWorker, pool: int) -> Pool | None:

@@ -238,6 +238,74 @@ def test_what_waits_behind_in_the_lane_is_not_suspected(make_core: MakeCore) -> 
     assert isinstance(core.final(1, seq), Restored)
 
 
+def test_who_was_under_way_is_to_blame_although_others_came_before(make_core: MakeCore) -> None:
+    """A lane takes its jobs in turns: only its process can say which one it was."""
+    core, engine = one_worker(make_core)
+    captured(core, engine, "bad")
+    captured(core, engine, "good", 5000)
+    for _ in range(2):
+        waits = restore(core, engine, "good")
+        overtakes = core.restore(engine, "bad", rows=256, first_row=2000)
+        assert len(core.jobs("cpu:0")) == 2
+        core.worker_gone("cpu:0", under_way=(core.jobs("cpu:0")[1].job,))
+        core.tick()
+        assert core.failure(1, waits).code == core.failure(1, overtakes).code == "worker_died"
+    assert core.failure(1, restore(core, engine, "bad")).code == "quarantined"
+    assert not core.core.state.suspects
+    seq = restore(core, engine, "good")
+    core.finish_all()
+    assert isinstance(core.final(1, seq), Restored)
+
+
+def test_who_was_under_way_on_the_lane_that_hung_is_to_blame(make_core: MakeCore) -> None:
+    core, engine = one_worker(make_core)
+    captured(core, engine, "bad")
+    captured(core, engine, "good", 5000)
+    for _ in range(2):
+        waits = restore(core, engine, "good")
+        overtakes = core.restore(engine, "bad", rows=256, first_row=2000)
+        core.tick(4.0)
+        beside = core.capture(engine, "beside", range(300), first_row=3000)
+        core.tick(2.0)
+        assert core.kills
+        jobs = [job.job for job in core.jobs("cpu:0")]
+        core.worker_gone("cpu:0", under_way=(jobs[1], jobs[2]))
+        core.tick()
+        assert {core.failure(1, seq).code for seq in (waits, overtakes, beside)} == {"worker_hung"}
+    assert core.failure(1, restore(core, engine, "bad")).code == "quarantined"
+    assert not core.core.state.suspects
+    assert core.core.state.engines[engine].suspects == {}
+
+
+def test_nothing_is_held_against_what_a_dead_worker_had_not_begun(make_core: MakeCore) -> None:
+    core, engine = one_worker(make_core)
+    captured(core, engine, "a")
+    for _ in range(3):
+        seq = restore(core, engine, "a")
+        core.worker_gone("cpu:0", under_way=())
+        core.tick(30.0)
+        assert core.failure(1, seq).code == "worker_died"
+    seq = restore(core, engine, "a")
+    core.finish_all()
+    assert isinstance(core.final(1, seq), Restored)
+
+
+def test_where_nobody_knows_what_was_under_way_all_are_suspects(make_core: MakeCore) -> None:
+    core, engine = one_worker(make_core)
+    for name, first in (("a", 0), ("b", 5000), ("c", 9000)):
+        captured(core, engine, name, first)
+    for at, name in enumerate("abc"):
+        core.restore(engine, name, rows=256, first_row=1000 * at)
+    core.worker_gone("cpu:0", under_way=None)
+    core.tick()
+    assert len(core.core.state.suspects) == 3
+    for at, name in enumerate("abc"):
+        core.restore(engine, name, rows=256, first_row=1000 * at)
+    assert len(core.jobs("cpu:0")) == 1
+    core.finish_all()
+    assert not core.core.state.suspects
+
+
 def test_a_suspect_that_waits_for_its_turn_is_not_overtaken(make_core: MakeCore) -> None:
     core, engine = one_worker(make_core)
     captured(core, engine, "a")

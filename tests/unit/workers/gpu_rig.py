@@ -85,12 +85,14 @@ class Gpu:
 class CaseGpu(Gpu):
     """The same with lanes and an open pool, for one case. `with` it."""
 
-    def __init__(self, runtime: GpuRuntime, case: Case, seed: int, faults: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, runtime: GpuRuntime, case: Case, seed: int, faults: dict[str, str] | None = None, granules: int = 0
+    ) -> None:
         super().__init__(
             runtime,
             case.layout,
             slice_bytes=SLICE_BYTES,
-            granules=granules_of(case),
+            granules=granules or granules_of(case),
             pool_bytes=case.pool_bytes,
             seed=seed,
         )
