@@ -115,7 +115,7 @@ def test_a_leak_is_told_once_and_names_the_worker() -> None:
         assert later.warnings[0].since_unix_s == told.warnings[0].since_unix_s
         assert daemon.log.count(UNEXPLAINED) == 1
         (line,) = [line for line in daemon.log.splitlines() if UNEXPLAINED in line]
-        assert line.startswith("WARNING")
+        assert line.split()[1] == "WARNING"
         assert f'process="worker cpu:1" pid={worker(later, "cpu:1").pid}' in line
 
         done = ctl(daemon, "memory", "--json")
