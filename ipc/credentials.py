@@ -1,7 +1,6 @@
 """Who is at the other end of a unix socket, as the kernel vouches for it."""
 
 import array
-import contextlib
 import ctypes
 import errno
 import os
@@ -46,22 +45,39 @@ def credentials_of(connection: socket.socket) -> Credentials:
     return Credentials(pid, uid, gid, ticks, _groups(connection))
 
 
-def process_behind(descriptor: int) -> tuple[int, int] | None:
-    """Pid and uid of the peer of a unix socket that is not ours; None where the descriptor is none (any more)."""
+def connection_behind(descriptor: int) -> socket.socket | None:
+    """A copy of a unix socket that is not ours, to be closed; None where the descriptor is none (any more)."""
     try:
-        ours = os.dup(descriptor)  # the other one may be closed at any time
+        copy = os.dup(descriptor)  # the other one may be closed at any time
     except OSError:
         return None
     try:
-        connection = socket.socket(fileno=ours)
+        connection = socket.socket(fileno=copy)
     except OSError:
-        os.close(ours)
+        os.close(copy)
         return None
-    with connection, contextlib.suppress(OSError, struct.error):
-        if connection.family == socket.AF_UNIX:
-            pid, uid, _ = _peer(connection)
-            return pid, uid
+    if connection.family == socket.AF_UNIX:
+        return connection
+    connection.close()
     return None
+
+
+def process_of(connection: socket.socket) -> tuple[int, int] | None:
+    """Pid and uid of the peer of a unix socket; None where it has none."""
+    try:
+        pid, uid, _ = _peer(connection)
+    except (OSError, struct.error):
+        return None
+    return pid, uid
+
+
+def process_behind(descriptor: int) -> tuple[int, int] | None:
+    """`process_of` the unix socket behind a descriptor, which may be none any more."""
+    connection = connection_behind(descriptor)
+    if connection is None:
+        return None
+    with connection:
+        return process_of(connection)
 
 
 def _peer(connection: socket.socket) -> tuple[int, int, int]:

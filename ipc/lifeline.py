@@ -77,7 +77,8 @@ class Lifeline:
     """One end of a lifeline. Owns its socket and every descriptor that came and was not taken.
 
     `token` and `start_id` are those of the first packet. Of the descriptors that wait to be taken it keeps at most
-    `stash_limit`; those beyond are closed and counted in `refused_count`.
+    `stash_limit`, and none that would leave fewer than `spare` to this process; those beyond are closed and counted in
+    `refused_count`.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class Lifeline:
         token: bytes,
         start_id: bytes,
         stash_limit: int = MAX_STASHED,
+        *,
+        spare: int = 0,
     ) -> None:
         self.peer: Final = peer
         self.token: Final = token
@@ -94,6 +97,7 @@ class Lifeline:
         self.refused_count = 0
         self._socket = connection
         self._stash_limit = stash_limit
+        self._spare = spare
         self._stashed: dict[int, int] = {}
         self._life = Life.OPEN
 
@@ -228,7 +232,8 @@ class Lifeline:
         cut = flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC)
         if len(packet) == _TAG.size and len(descriptors) == 1 and not cut:
             (tag,) = _TAG.unpack(packet)
-            if len(self._stashed) < self._stash_limit and tag not in self._stashed:
+            room = len(self._stashed) < self._stash_limit and _leaves(descriptors[0], self._spare)
+            if room and tag not in self._stashed:
                 self._stashed[tag] = descriptors[0]
                 return
             self.refused_count += 1
@@ -315,12 +320,12 @@ class LifelineServer:
                     with connection, contextlib.suppress(OSError):
                         connection.send(_refusal_packet(message), socket.MSG_NOSIGNAL)
                     return Refused(peer, message)
-                # The kernel hands out the lowest number that is free.
-                if connection.fileno() + spare(peer.pid) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+                least = spare(peer.pid)
+                if not _leaves(connection.fileno(), least):
                     connection.close()
                     continue
                 token = secrets.token_bytes(TOKEN_BYTES)
-                lifeline = Lifeline(connection, peer, token, start_id)
+                lifeline = Lifeline(connection, peer, token, start_id, spare=least)
                 connection.send(_token_packet(token, start_id), socket.MSG_NOSIGNAL)
                 return lifeline
             except OSError:
@@ -361,6 +366,11 @@ class LifelineServer:
         except OSError:
             self._spare = -1
         return refused
+
+
+def _leaves(descriptor: int, spare: int) -> bool:
+    """Whether so many are left behind a descriptor that has just been made: the kernel hands out the lowest number."""
+    return not spare or descriptor + spare < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

@@ -1,6 +1,7 @@
 """Logging: one line a record, with fields, to a descriptor that may be slow or dead without anybody waiting for it.
 
-Text: ``LEVEL logger message key=value ...``; json: one object a line. Fields are given as
+Text: ``TIME LEVEL logger message key=value ...``, the time (UTC) only where the reader is not systemd's journal, which
+has its own; json: one object a line. Fields are given as
 ``logger.info("image published", extra=fields(image=3, worker="cpu:0"))``.
 """
 
@@ -13,6 +14,7 @@ import socket
 import stat
 from collections import deque
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Final, Literal
 
 QUEUE_LINES: Final = 2000
@@ -37,7 +39,8 @@ def setup_logs(level: str, style: Literal["text", "json"], descriptor: int = 2, 
     `always` are fields of every line: who writes it.
     """
     sink = LogSink.open(descriptor)
-    sink.setFormatter(_JsonFormatter(always) if style == "json" else _TextFormatter(always))
+    text = _TextFormatter(always, timed=not is_the_journals(descriptor))
+    sink.setFormatter(_JsonFormatter(always) if style == "json" else text)
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
@@ -45,6 +48,12 @@ def setup_logs(level: str, style: Literal["text", "json"], descriptor: int = 2, 
     root.addHandler(sink)
     root.setLevel(level.upper())
     return sink
+
+
+def is_the_journals(descriptor: int) -> bool:
+    """Whether a descriptor is the stream to systemd's journal that the service manager has given to this process."""
+    status = os.fstat(descriptor)
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 class LogSink(logging.Handler):
@@ -181,8 +190,13 @@ class _FieldsFormatter(logging.Formatter):
 
 
 class _TextFormatter(_FieldsFormatter):
+    def __init__(self, always: Mapping[str, Field], *, timed: bool) -> None:
+        super().__init__(always)
+        self._timed = timed
+
     def format(self, record: logging.LogRecord) -> str:
-        parts = [record.levelname, record.name, _one_line(record.getMessage())]
+        parts = [_time(record.created)] if self._timed else []
+        parts += [record.levelname, record.name, _one_line(record.getMessage())]
         parts += [f"{key}={_value(value)}" for key, value in self._fields_of(record).items()]
         text = _cut(" ".join(parts))
         if record.exc_info:
@@ -203,6 +217,11 @@ class _JsonFormatter(_FieldsFormatter):
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)
+
+
+def _time(unix_s: float) -> str:
+    """RFC 3339, in UTC and to the millisecond."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _value(value: Field) -> str:

@@ -84,7 +84,7 @@ class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     `moved_bytes` were copied, by the count of the worker's lane, and `skipped_bytes` not, since digests proved them to
     be there already: stored, or in the rows.
 
-    The worker waited `event_s` for the engine's event and `queue_s` for its lane, where the job then was for `lane_s`:
+    The worker waited `event_s` for the engine's event and `queue_s` for its lane, which worked on it for `lane_s`:
     `digest_s` of it on digests, `verify_s` of these on proving bytes that were copied; and `copy_s` on copies,
     `gather_s` of these between rows and staging. What was digested, moved or not, is `digested_bytes`.
     """
@@ -453,6 +453,7 @@ class Restore(Message, frozen=True, tag="restore"):
     `Acknowledge` gives it up. `ordered` says what proves that the rows are no longer read or written by the engine.
     `resident_tokens`: the rows of so many first tokens may hold the right bytes still, and where digests prove it they
     are left as they are (only where the daemon's `shuttle.reuse` is ``verified``).
+    With `layered` the groups of each stage are restored one after the other, and `Progress` tells of each.
     """
 
     seq: int
@@ -466,6 +467,7 @@ class Restore(Message, frozen=True, tag="restore"):
     take: bool = False
     deadline_s: float = 30.0
     resident_tokens: int = 0
+    layered: bool = False
 
 
 class SlotDirect(Message, frozen=True, tag="slot_direct"):
@@ -921,12 +923,15 @@ class WorkersChanged(Message, frozen=True, tag="workers_changed"):
 
 
 class Progress(Message, frozen=True, tag="progress"):
-    """A ticket moved on: ``accepted`` or ``source_free``. Sent only when the final reply is not due at once; the final
-    reply of a capture implies both.
+    """A ticket moved on: ``accepted`` or ``source_free``; or, of a layered restore, ``group``: all that it writes of
+    `group` on `stage` is written. Sent only when the final reply is not due at once; the final reply of a capture
+    implies the first two, that of a restore all groups.
     """
 
     seq: int
     state: str
+    stage: int = -1
+    group: int = -1
 
 
 class Captured(Message, frozen=True, tag="captured"):
@@ -1189,13 +1194,15 @@ class MakeShuttle(Message, frozen=True, tag="make_shuttle"):
 
 class OpenPool(Message, frozen=True, tag="open_pool"):
     """Map an engine's pool and prove it by the stage's probe. A memfd comes over the worker's lifeline under
-    `descriptor` first. `engine_pid` and `engine_start_ticks` let the worker see that the engine is alive.
+    `descriptor` first. `engine_pid` and `engine_start_ticks` let the worker see that the engine is alive; engines take
+    turns on its lanes by their number, `engine_id`.
     """
 
     pool: int
     stage: Stage
     engine_pid: int
     engine_start_ticks: int
+    engine_id: int = 0
 
 
 class ClosePool(Message, frozen=True, tag="close_pool"):
@@ -1233,6 +1240,7 @@ class RestoreJob(Message, frozen=True, tag="restore_job"):
     The chunks are those of the whole image (`image_tokens`, `positions`); only the first `tokens`, and the states at
     that position, are written. `algorithms` names the digest algorithm of each chunk in order, or a single one for all.
     Chunks within the first `resident_tokens` tokens are digested where they are to go, and skipped if they are there.
+    With `layered` no slice holds chunks of two groups, and `GroupRestored` tells of each group.
     """
 
     job: int
@@ -1249,6 +1257,7 @@ class RestoreJob(Message, frozen=True, tag="restore_job"):
     op: str = ""
     stage: int = -1
     resident_tokens: int = 0
+    layered: bool = False
 
 
 class CopyJob(Message, frozen=True, tag="copy_job"):
@@ -1428,11 +1437,24 @@ class EventAwaited(Message, frozen=True, tag="event_awaited"):
     reached: bool = False
 
 
+class GroupRestored(Message, frozen=True, tag="group_restored"):
+    """All that a layered restore writes of one group is written, although others are not. Not told of short jobs."""
+
+    job: int
+    group: int
+
+
+class LaneMoving(Message, frozen=True, tag="lane_moving"):
+    """A lane that has several jobs goes on: it has just copied of this one. Told every 50 ms at most."""
+
+    job: int
+
+
 class JobDone(Message, frozen=True, tag="job_done"):
     """A job ended well; its lane has copied `moved_bytes` (of a `DigestJob`: read), and a restore has left
     `skipped_bytes` as they are. `digests` holds those of all chunks of a capture, or those that were asked for, in
-    chunk order; `lane_s` is the time from its start on the lane to its end, in which the lane waited `digest_s` and
-    `copy_s` for the device (on `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool
+    chunk order; `lane_s` is the time that its lane gave it, in which that waited `digest_s` and `copy_s` for the device
+    (on `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool
     in host memory on a GPU's worker). The other times are those of a `StageOutcome`.
     """
 
@@ -1497,6 +1519,8 @@ Report: TypeAlias = (
     | PoolClosed
     | SourceFree
     | EventAwaited
+    | GroupRestored
+    | LaneMoving
     | JobDone
     | JobFailed
     | FaultStruck
@@ -1532,6 +1556,7 @@ class WorkerSpec(Message, frozen=True, tag="fork"):
     identity: bytes = b""
     faults: dict[str, str] = {}
     allow_faults: bool = False
+    small_bytes: int = 32 * 1024 * 1024
     huge_pages: bool = False
 
 

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Self
 
 import zmq
 
+from ipc.arrivals import Arrivals
 from ipc.codec import BadFrame
 from ipc.rundir import GROUP_REACH, Reach, check_socket_path, owner_only, prepare_directory, set_reach
 from ipc.wire import receive_all, send_to_now
@@ -88,7 +89,9 @@ class RouterServer:
         queue_count: int,
         queue_bytes: int,
         total_bytes: int,
+        arrivals: Arrivals | None = None,
     ) -> None:
+        self.arrivals: Final = arrivals
         self._socket = socket
         self._own_context = context
         self._path = path
@@ -112,11 +115,13 @@ class RouterServer:
         linger_ms: int = LINGER_MS,
         reach: Reach = GROUP_REACH,
         context: ZmqContext | None = None,
+        tell_arrivals: bool = False,
     ) -> Self:
         """Listen at `path`; its directory is made or checked first (see `ipc.rundir`).
 
-        `reach` says who may connect. The caller holds the instance lock: ZeroMQ takes over whatever socket lies at the
-        path. A `context` that is passed in stays the caller's.
+        `reach` says who may connect. With `tell_arrivals` there are `arrivals`, which must be read. The caller holds
+        the instance lock: ZeroMQ takes over whatever socket lies at the path. A `context` that is passed in stays the
+        caller's.
 
         Raises:
             RunDirError: the path or its directory cannot be used.
@@ -127,7 +132,10 @@ class RouterServer:
         used = ZmqContext() if context is None else context
         own = used if context is None else None
         socket = used.socket(zmq.ROUTER)
+        arrivals: Arrivals | None = None
         try:
+            if tell_arrivals:
+                arrivals = Arrivals.open(socket, path)
             socket.set(zmq.LINGER, linger_ms)
             socket.set(zmq.ROUTER_MANDATORY, 1)
             socket.set(zmq.MAXMSGSIZE, max_message_bytes)
@@ -137,6 +145,8 @@ class RouterServer:
                 socket.bind(f"ipc://{path}")
             set_reach(path, reach)
         except BaseException:
+            if arrivals is not None:
+                arrivals.close()
             socket.close(0)
             if own is not None:
                 own.term()
@@ -149,6 +159,7 @@ class RouterServer:
             queue_count=queue_count,
             queue_bytes=queue_bytes,
             total_bytes=total_bytes,
+            arrivals=arrivals,
         )
 
     @property
@@ -262,6 +273,8 @@ class RouterServer:
             self._path.unlink(missing_ok=True)
         self._queues.clear()
         self._pending_bytes = 0
+        if self.arrivals is not None:
+            self.arrivals.close()
         self._socket.close()
         if self._own_context is not None:
             self._own_context.term()

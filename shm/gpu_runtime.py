@@ -66,6 +66,7 @@ class _Uuid(ctypes.Structure):
 _RUNTIME_CALLS: Final[dict[str, list[object]]] = {
     "GetDeviceCount": [POINTER(c_int)],
     "SetDevice": [c_int],
+    "DeviceCanAccessPeer": [POINTER(c_int), c_int, c_int],
     "Malloc": [POINTER(c_void_p), c_size_t],
     "Free": [c_void_p],
     "MemGetInfo": [POINTER(c_size_t), POINTER(c_size_t)],
@@ -234,6 +235,12 @@ class GpuRuntime:
             self._call("DeviceGetAttribute", byref(value), attribute, device)
             found.append(value.value)
         return found[0], found[1]
+
+    def can_access_peer(self, index: int, other: int) -> bool:
+        """Whether one device can reach the memory of another by itself."""
+        able = c_int()
+        self._call("DeviceCanAccessPeer", byref(able), index, other)
+        return bool(able.value)
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the current device."""

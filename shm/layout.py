@@ -23,6 +23,7 @@ plane after plane of its group, inside a plane row after row in the order of the
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
@@ -354,6 +355,23 @@ def interned(layouts: Sequence[StageLayout]) -> tuple[StageLayout, ...]:
             kinds.append(known := layout)
         found.append(known)
     return tuple(found)
+
+
+def layer_groups(planes: Sequence[Plane], count: int, planes_per_layer: int = 1) -> tuple[RowGroup, ...]:
+    """The planes of a stage, layer after layer, as `count` groups of neighbouring layers, for a restore that tells of
+    each (or as many as there are layers, where those are fewer). All are addressed by the same rows.
+
+    Raises:
+        ValueError: the planes are no whole number of layers, or there are none, or `count` is below 1.
+    """
+    layers, rest = divmod(len(planes), max(planes_per_layer, 1))
+    if rest or not layers or count < 1 or planes_per_layer < 1:
+        raise ValueError(
+            f"{len(planes)} planes of {planes_per_layer} a layer cannot make {count} groups of whole layers"
+        )
+    count = min(count, layers)
+    ends = [layers * number // count * planes_per_layer for number in range(count + 1)]
+    return tuple(RowGroup(tuple(planes[start:end])) for start, end in itertools.pairwise(ends))
 
 
 def one_group(planes: Iterable[Plane]) -> tuple[RowGroup, ...]:

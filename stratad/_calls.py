@@ -37,6 +37,7 @@ class Call:
         "build",
         "error",
         "expected",
+        "groups",
         "in_doubt",
         "level",
         "lost",
@@ -90,6 +91,8 @@ class Call:
         self.abandoned = False
         self.unwanted = False  # it was asked to be cancelled: it is not sent again
         self.lost = False
+        # Of a layered restore: a call for each stage and group, which ends when that is done or the restore has ended.
+        self.groups: dict[tuple[int, int], Call] = {}
         self.reply: object | None = None
         self.error: StratadError | None = None
         self.watchers: list[tuple[int, asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None

@@ -129,6 +129,7 @@ class Engine:
         rows_by_stage: Sequence[StageRowsLike] | None = None,
         tokens: int = -1,
         resident_tokens: int = 0,
+        layered: bool = False,
         deadline_s: float | None = None,
     ) -> Ticket[Restored]:
         """Start to restore the first `tokens` tokens (-1: all) of an image into the rows; returns at once.
@@ -142,11 +143,18 @@ class Engine:
         A daemon whose `shuttle.reuse` is ``verified`` then digests them and copies only what is not there (the
         outcomes' `skipped_bytes` say how much was); a number that is wrong costs time, never a wrong byte.
 
+        With `layered` each stage's groups (see `shm.layout.layer_groups`) are restored one after the other, the first
+        one first: after `Ticket.wait_group` the engine may read what was restored of that group, while the others are
+        still on their way. It may write nothing there before the result, and what it has computed from a group is of
+        no use if the restore then fails.
+
         Raises:
             UsageError: the arguments contradict each other or the registration.
             Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
         """
-        image = ImageWanted(conversation, image_id, tokens, take=False, resident_tokens=resident_tokens)
+        image = ImageWanted(
+            conversation, image_id, tokens, take=False, resident_tokens=resident_tokens, layered=layered
+        )
         return self.operations.restore(image, RowsGiven(rows, rows_by_stage), slot, deadline_s)
 
     def take(

@@ -55,6 +55,7 @@ class ImageWanted(NamedTuple):
     tokens: int
     take: bool
     resident_tokens: int = 0
+    layered: bool = False
 
 
 class SlotSource(NamedTuple):
@@ -141,8 +142,21 @@ class Operations:
 
         def build(seq: int, left_s: float) -> Request:
             engine_id, rows, ordered = self._registration.engine_id, use.packed, self._ordered()
-            conversation, image_id, tokens, take, resident = image
-            return Restore(seq, engine_id, conversation, rows, slot, ordered, image_id, tokens, take, left_s, resident)
+            conversation, image_id, tokens, take, resident, layered = image
+            return Restore(
+                seq,
+                engine_id,
+                conversation,
+                rows,
+                slot,
+                ordered,
+                image_id,
+                tokens,
+                take,
+                left_s,
+                resident,
+                layered,
+            )
 
         kind = "take" if image.take else "restore"
         return self._start(kind, build, Restored, (use,), slot, deadline_s)

@@ -156,6 +156,15 @@ class Pump:
             self._hand_over()
         return call.level >= level
 
+    def group_call(self, call: Call, stage: int, group: int) -> Call:
+        """What to wait for until a group of a layered restore is done, or the restore has ended."""
+        with self.lock:
+            found = call.groups.get((stage, group))
+            if found is None:
+                found = call.groups[stage, group] = Call(call.name, None, None, call.until_s)
+                found.level = FINAL if call.level == FINAL else QUEUED
+            return found
+
     async def wait_async(self, call: Call, level: int, until_s: float) -> bool:
         """`wait` for coroutines: a thread leads in their name."""
         import asyncio  # noqa: PLC0415 - blocking callers need not pay for it
@@ -494,6 +503,8 @@ class Pump:
                 self._fail(call, failed)
         elif isinstance(reply, Progress) and reply.state in PROGRESS:
             self._advance(call, PROGRESS[reply.state])
+        elif isinstance(reply, Progress) and reply.state == "group":
+            self._advance(self.group_call(call, reply.stage, reply.group), FINAL)
         else:
             self._drop(link, reply.seq, f"the daemon answered {call.name} with {kind.__name__}")
 
@@ -533,6 +544,8 @@ class Pump:
         if call.on_final is not None:  # first: a waiter that sees the level must see what follows from it
             call.on_final(call)
         self._advance(call, FINAL)
+        for group in call.groups.values():
+            self._advance(group, FINAL)
 
     def _advance(self, call: Call, level: int) -> None:
         if level <= call.level:

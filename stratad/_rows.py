@@ -11,7 +11,9 @@ from stratad.errors import UsageError
 
 
 class GroupRows:
-    """Rows of a stage with several row groups: one entry a group, in the order of the layout."""
+    """Rows of a stage with several row groups: one entry a group, in the order of the layout. Where all groups are
+    addressed by the same rows (see `shm.layout.layer_groups`) those may be given once, without this.
+    """
 
     __slots__ = ("rows",)
 
@@ -34,7 +36,8 @@ class StageRows:
         except ValueError as exc:
             raise UsageError("bad_rows", f"rows of one operation must differ: {exc}") from exc
         self.runs: Final = runs
-        self.packed: Final = tuple(map(pack_rows, runs))
+        packed = {id(group): pack_rows(group) for group in runs}  # groups may have one list of rows
+        self.packed: Final = tuple(packed[id(group)] for group in runs)
 
 
 class RowUse(NamedTuple):
@@ -108,7 +111,10 @@ def stage_rows(
     shapes = {(layout.spaces, len(layout.groups)) for layout in layouts}
     made: list[StageRows] = []
     for stage, layout in enumerate(layouts):
-        runs = parsed[0 if once else stage]
+        entry = 0 if once else stage
+        runs = parsed[entry]
+        if len(layout.groups) > 1 and not isinstance(entries[entry], GroupRows) and _are_alike(layout):
+            runs *= len(layout.groups)
         if len(runs) != len(layout.groups):
             raise UsageError(
                 "bad_rows", f"stage {stage} has {len(layout.groups)} row groups, rows were given for {len(runs)}"
@@ -124,6 +130,12 @@ def _parse_groups(entry: StageRowsLike) -> tuple[RowRuns, ...]:
     if isinstance(entry, GroupRows):
         return tuple(parse_rows(rows) for rows in entry.rows)
     return (parse_rows(entry),)
+
+
+def _are_alike(layout: StageLayout) -> bool:
+    """Whether one list of rows can be that of every group."""
+    apart = len(layout.spaces) == len(layout.all_groups)
+    return apart and len({(group.tokens_per_row, group.window_tokens) for group in layout.groups}) == 1
 
 
 def _check_stage(stage: int, layout: StageLayout, runs: tuple[RowRuns, ...], tokens: int) -> None:

@@ -61,6 +61,10 @@ class ClientSide:
         if link.pidfd >= 0 and pidfd_ended(link.pidfd):
             self._drop(link)
 
+    def lifelines_of(self, pid: int, uid: int) -> int:
+        """How many lifelines a process has opened."""
+        return self._links.count_of(pid, uid)
+
     def drop_later(self, client: int) -> None:
         """Drop a client once the effects in hand are done: its end has effects itself."""
         self._dropped.append(client)

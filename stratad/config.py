@@ -78,6 +78,8 @@ class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staging_bytes: Annotated[int, Meta(ge=64 * KIB, le=4 * GIB)] = 128 * MIB
     # Jobs up to this size are done by the worker's loop itself: handing over to a lane would take longer.
     inline_bytes: Annotated[int, Meta(ge=0, le=64 * MIB)] = 256 * KIB
+    # Jobs up to this size go before larger ones on their lane: about half a slice of a GPU, 0.6 ms of its link.
+    small_bytes: Annotated[int, Meta(ge=0, le=GIB)] = 32 * MIB
     chunk_tokens: Annotated[int, Meta(ge=1, le=65536)] = 256
     trace: bool = False
 

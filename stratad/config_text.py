@@ -25,6 +25,7 @@ MEANINGS: Final[dict[str, str]] = {
     "copy.slice_bytes": "bytes at most that a lane copies before it looks for a cancellation",
     "copy.staging_bytes": "bytes of each of a GPU lane's two staging buffers, at least copy.slice_bytes",
     "copy.inline_bytes": "bytes up to which a job is copied by the worker's loop itself, without a lane",
+    "copy.small_bytes": "bytes up to which a job goes before larger ones of its lane, between two slices of theirs",
     "copy.chunk_tokens": "tokens of one chunk: the unit of digest, sharing and allocation",
     "copy.trace": "record where the time of operations goes, see `stratactl trace` (true or false)",
     "shuttle.reuse": "off: nothing; storage: equal chunks are stored once; verified: what digests prove is not copied",

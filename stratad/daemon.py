@@ -33,7 +33,7 @@ from stratad.core.records import Replayed, replay
 from stratad.core.restarts import RestartPolicy
 from stratad.core.state import Instant, Settings
 from stratad.fault_points import DieAt, FaultPoints
-from stratad.journal import Journal, JournalError, journal_path, read_journal, remove_journal
+from stratad.journal import Journal, JournalError, is_written, journal_path, read_journal, remove_journal
 from stratad.keys import load_digest_key
 from stratad.links import Endpoints
 from stratad.lock import InstanceLock, InstanceLocked
@@ -55,6 +55,8 @@ AUTO_SHARE: Final = 0.25
 LEAST_SHUTTLE_BYTES: Final = 2 * GRANULE_BYTES  # a header and a chunk
 TEMPLATE_END_S: Final = 1.0
 REACHED_POINTS: Final = "fault_points"  # in the state directory: those that were passed, one a line
+# The kernel closes the files of a dead daemon one after another: that of its lock may be the first.
+LAST_BREATH_S: Final = 1.0
 # A step of the start: to free a dead daemon's arena, or to wake a driver that no process keeps loaded.
 START_STEP_S: Final = 60.0
 
@@ -145,11 +147,16 @@ def _refuse_served(instance: str, paths: SocketPaths) -> None:
     """Whoever cleans up /dev/shm may take the lock's file away from under a daemon that serves on.
 
     Raises:
-        InstanceLocked: somebody listens at this instance's sockets.
+        InstanceLocked: somebody listens at this instance's sockets, or writes its journal.
     """
     if listens(paths.life, socket.SOCK_SEQPACKET):
         pid, _ = listener(paths.life, socket.SOCK_SEQPACKET) or ("?", -1)
         raise InstanceLocked(f"instance {instance!r} is served by another daemon (pid {pid}), which has lost its lock")
+    until_s = time.monotonic() + LAST_BREATH_S
+    while is_written(instance):
+        if time.monotonic() > until_s:
+            raise InstanceLocked(f"instance {instance!r} is served by another daemon, which has lost its lock")
+        time.sleep(LAST_BREATH_S / 100)
 
 
 def _take_over(settings: Settings, key: bytes, devices: list[DeviceSpec]) -> Core:
@@ -220,7 +227,7 @@ def _listen(config: Config, paths: SocketPaths, access: Access) -> Endpoints:
         log.warning("some who are allowed cannot get to the sockets", extra=fields(why=barred))
     limit = config.limits.max_message_bytes
     return Endpoints(
-        RouterServer.bind(paths.client, max_message_bytes=limit, reach=plan.client),
+        RouterServer.bind(paths.client, max_message_bytes=limit, reach=plan.client, tell_arrivals=True),
         # Ours alone: whoever came first under a worker's identity would lock the real one out.
         RouterServer.bind(paths.worker, max_message_bytes=limit, reach=OWNER_REACH),
         LifelineServer.listen(paths.life, plan.life),
@@ -355,6 +362,7 @@ def _spec(config: Config, paths: SocketPaths, key: bytes, device: DeviceSpec) ->
         slice_bytes=config.copy.slice_bytes,
         staging_bytes=config.copy.staging_bytes,
         inline_bytes=config.copy.inline_bytes,
+        small_bytes=config.copy.small_bytes,
         link_bytes_per_s=config.cpu_device.link_bytes_per_s,
         max_message_bytes=config.limits.max_message_bytes,
         log_level=config.log.level,

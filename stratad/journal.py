@@ -12,11 +12,13 @@ Reading ends at the first mark that is none: what a killed writer left there was
 is damaged is skipped, since the records after it are whole by themselves.
 
 Superseded records are left behind by *compaction*: the live ones are copied to a new file in small steps, while new
-records go to both, and then it takes the old one's name. Only the holder of the instance lock touches these files.
+records go to both, and then it takes the old one's name. Only the holder of the instance lock touches these files. Who
+writes one holds a lock on it too: that tells of a daemon whose instance lock somebody has removed.
 """
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import struct
@@ -96,6 +98,21 @@ def read_journal(instance: str) -> Contents:
     return parse(packed, instance)
 
 
+def is_written(instance: str) -> bool:
+    """Whether a process that lives writes the journal of an instance; the kernel lets go of it as the process ends."""
+    try:
+        descriptor = os.open(journal_path(instance), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False  # there is none, or none that can be used: who reads it says so
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def parse(packed: bytes, instance: str = "") -> Contents:
     """The records of a journal's bytes, whatever they are. `instance` is whose they must be, if that matters."""
     if len(packed) < HEADER_BYTES:
@@ -153,6 +170,7 @@ class _File:
         path.unlink(missing_ok=True)  # under the instance lock a file of that name is nobody's
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.fchmod(descriptor, _MODE)
             salt = int.from_bytes(os.urandom(4), "little")
             file = cls(path, descriptor, salt)

@@ -76,6 +76,10 @@ class ClientLinks:
         self._by_token[lifeline.token] = link
         return link
 
+    def count_of(self, pid: int, uid: int) -> int:
+        """How many lifelines a process has."""
+        return sum(link.lifeline.peer.pid == pid and link.lifeline.peer.uid == uid for link in self._links.values())
+
     def get(self, client: int) -> ClientLink | None:
         """The client of this number, as long as it is connected."""
         return self._links.get(client)

@@ -12,6 +12,11 @@ PER_CLIENT: Final = 3
 POOLS_PER_CLIENT: Final = 8
 # Sockets, pidfds, logs, libraries, accepting one too many to tell him so, and those that no client is given.
 OWN: Final = 96
+# Descriptors that no client is given: for the ZeroMQ connections of those who have just been let in, of those who come
+# without leave until they are hung up on, and for workers that are started again. Of a high limit a share: the more
+# there are, the faster they may come.
+SPARE_LEAST: Final = 32
+SPARE_SHARE: Final = 8
 # For one client.
 LEAST: Final = OWN + PER_CLIENT + POOLS_PER_CLIENT
 
@@ -28,10 +33,20 @@ def raise_open_files(max_clients: int) -> int:
     if hard < LEAST:
         raise ValueError(f"{hard} open files are allowed, at least {LEAST} are needed: raise LimitNOFILE (ulimit -Hn)")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = OWN + max_clients * (PER_CLIENT + POOLS_PER_CLIENT)
-    if hard < needed:
+    enough_for = clients_served(hard)
+    if enough_for < max_clients:
         log.warning(
             "the limit of open files is low for limits.max_clients with their pools: raise LimitNOFILE (ulimit -Hn)",
-            extra=fields(limit=hard, needed=needed, max_clients=max_clients),
+            extra=fields(limit=hard, enough_for_clients=enough_for, max_clients=max_clients),
         )
     return hard
+
+
+def clients_served(limit: int) -> int:
+    """For how many clients with all their pools a limit does."""
+    return (limit - max(OWN, OWN - SPARE_LEAST + limit // SPARE_SHARE)) // (PER_CLIENT + POOLS_PER_CLIENT)
+
+
+def spare_files() -> int:
+    """How many descriptors no client is given."""
+    return max(SPARE_LEAST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SPARE_SHARE)

@@ -41,12 +41,14 @@ from stratad.core.effects import (
 )
 from stratad.core.memory_tracks import Reading, Role, Target
 from stratad.core.views import status_line
+from stratad.door import Door
 from stratad.fault_points import FaultPoints
 from stratad.foreign import ForeignProcesses
 from stratad.journal import AGAIN_S, Journal, JournalError
 from stratad.links import Endpoints, RefusalLog
 from stratad.lock import InstanceLock, InstanceLocked
 from stratad.notify import Notifier
+from stratad.open_files import spare_files
 from stratad.processes import Processes
 from stratad.turn import Turn
 from stratad.watch import Watch
@@ -57,9 +59,6 @@ LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 ACCEPT_LIMIT: Final = 16
 # So long another daemon might find the instance without its lock; one with another run directory would take it over.
 LOCK_EVERY_S: Final = 0.5
-# Descriptors that no client is given (the kernel hands out the lowest number): for the ZeroMQ connections of those who
-# have just been let in, and for workers that are started again.
-SPARE_FILES: Final = 32
 # Of a turn that takes longer the workers are not to blame. An ordinary one takes milliseconds.
 STILL_S: Final = 0.5
 # What may follow the time for a graceful stop: SIGKILL, its proof (10 s), and freeing a large arena.
@@ -105,6 +104,7 @@ class Supervisor:
         self._turn = turn = Turn(core, self._perform, self._not_performed, self._performed)
         self._listener: LifelineServer = endpoints.lifelines
         self._clients = ClientSide(turn, watch, endpoints.clients, unread_s)
+        self._door = Door.at(endpoints.clients, self._clients.lifelines_of, self._refused)
         self._workers = WorkerSide(turn, watch, endpoints.workers, processes, plans)
         self._foreign = ForeignProcesses(turn, watch)
 
@@ -116,6 +116,7 @@ class Supervisor:
         self._workers.start()
         self._poller.register(self._clients.server.socket, zmq.POLLIN)
         self._poller.register(self._workers.server.socket, zmq.POLLIN)
+        self._poller.register(self._door.socket, zmq.POLLIN)
         self._poller.register(self._watch.fileno(), zmq.POLLIN)
         self._watch.add(self._listener.fileno(), self._on_connect)
         self._turn.tell_time()
@@ -137,6 +138,8 @@ class Supervisor:
             self._workers.receive()
         if self._clients.server.socket in ready:
             self._clients.receive()
+        if self._door.socket in ready:
+            self._door.tend()
         if self._watch.fileno() in ready:
             for handler in self._watch.ready():
                 try:
@@ -188,18 +191,21 @@ class Supervisor:
             if lifeline is None:
                 return
             if isinstance(lifeline, Refused):
-                self._core.state.count("peers_refused")
-                self._refusals.add(lifeline, self._turn.now.now_s)
+                self._refused(lifeline)
                 continue
             # One of another user is no worker of ours, whatever its pid was before.
             if lifeline.peer.uid != self._access.own_uid or not self._workers.claim(lifeline):
                 self._clients.add(lifeline)
 
+    def _refused(self, refused: Refused) -> None:
+        self._core.state.count("peers_refused")
+        self._refusals.add(refused, self._turn.now.now_s)
+
     def _spare_files(self, pid: int) -> int:
         """How many descriptors must be left once a peer has been let in. ZeroMQ aborts the process where it cannot
         accept a connection: who will open one is turned away before.
         """
-        return 0 if self._workers.is_child_of_template(pid) else SPARE_FILES
+        return 0 if self._workers.is_child_of_template(pid) else spare_files()
 
     # --- signals ------------------------------------------------------------------------------------------------------
 

@@ -160,6 +160,40 @@ class Ticket(Generic[ResultT_co]):
         if self._call.level == FINAL and self._call.error is not None:
             raise self._call.error.with_traceback(None)
 
+    def group_done(self, stage: int, group: int) -> bool:
+        """Whether a layered restore has written all of a group of a stage, as far as this process knows. Never waits.
+
+        Raises:
+            StratadError: the restore failed: nothing of what it wrote may be used.
+        """
+        self._pump.poll()
+        found = self._pump.group_call(self._call, stage, group)
+        if self._call.level == FINAL and self._call.error is not None:
+            raise self._call.error.with_traceback(None)
+        return found.level == FINAL
+
+    def wait_group(self, stage: int, group: int, deadline_s: float | None = None) -> None:
+        """Wait until a layered restore has written all of a group of a stage (groups count row groups first, then
+        state groups); any other ticket is waited for as a whole. `deadline_s` is that of `result`.
+
+        Raises:
+            DeadlineExceeded: not in time; the rows stay busy. Past the operation's own deadline it is cancelled too.
+            StratadError: the restore failed: nothing of what it wrote may be used.
+        """
+        found = self._pump.group_call(self._call, stage, group)
+        if not self._pump.wait(found, FINAL, self._until_s(deadline_s)):
+            raise self._expire()
+        if self._call.level == FINAL and self._call.error is not None:
+            raise self._call.error.with_traceback(None)
+
+    async def group_async(self, stage: int, group: int) -> None:
+        """`wait_group` for coroutines, with the operation's own deadline."""
+        found = self._pump.group_call(self._call, stage, group)
+        if not await self._pump.wait_async(found, FINAL, self._until_s(None)):
+            raise self._expire()
+        if self._call.level == FINAL and self._call.error is not None:
+            raise self._call.error.with_traceback(None)
+
     def result(self, deadline_s: float | None = None) -> ResultT_co:
         """Wait for the end; a take that was not released is then acknowledged, and the daemon's answer waited for.
 

@@ -27,6 +27,14 @@ class Gpu(NamedTuple):
     pci: str
 
 
+class Place(NamedTuple):
+    """Where a device is on the host: `numa_node` is -1, and `cpus` are empty, where the kernel does not say."""
+
+    pci: str
+    numa_node: int
+    cpus: tuple[int, ...]
+
+
 class TopologyError(ValueError):
     """A device that was asked for is not there."""
 
@@ -69,13 +77,23 @@ def _short_names(uuids: Sequence[str]) -> list[str]:
 
 def near_cpus(pci: str, allowed: Sequence[int]) -> tuple[int, ...]:
     """CPUs on the device's NUMA node that this process may use; all allowed ones where the kernel does not say."""
-    try:
-        text = (PCI_DEVICES / pci / "local_cpulist").read_text(encoding="ascii") if pci else ""
-        local = parse_cpu_list(text)
-    except (OSError, ValueError):
-        local = ()
-    near = tuple(cpu for cpu in allowed if cpu in set(local))
+    local = set(place_of(pci).cpus)
+    near = tuple(cpu for cpu in allowed if cpu in local)
     return near or tuple(allowed)
+
+
+def place_of(pci: str) -> Place:
+    """What the kernel says of the device with a bus address ("": nothing)."""
+    folder = PCI_DEVICES / pci
+    try:
+        cpus = parse_cpu_list((folder / "local_cpulist").read_text(encoding="ascii")) if pci else ()
+    except (OSError, ValueError):
+        cpus = ()
+    try:
+        node = int((folder / "numa_node").read_text(encoding="ascii")) if pci else -1
+    except (OSError, ValueError):
+        node = -1
+    return Place(pci, node, cpus)
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
@@ -96,7 +114,7 @@ def find_gpus() -> list[Gpu]:
     """The GPUs of this host: from the NVIDIA driver's /proc files, else from nvidia-smi, else (AMD) from torch in a
     process of its own.
     """
-    gpus = _from_proc() or _from_nvidia_smi()
+    gpus = listed_gpus() or _from_nvidia_smi()
     if gpus:
         return gpus
     return _from_torch() if Path("/dev/kfd").exists() else []
@@ -107,7 +125,8 @@ def allowed_cpus() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
-def _from_proc() -> list[Gpu]:
+def listed_gpus() -> list[Gpu]:
+    """The GPUs in the NVIDIA driver's /proc files: nothing is asked that could hang."""
     gpus: list[Gpu] = []
     try:
         folders = sorted(PROC_NVIDIA.iterdir())

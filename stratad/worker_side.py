@@ -16,6 +16,7 @@ from ipc.messages import Report, WorkerHello, WorkerSpec
 from ipc.server import FLUSH_S, Incoming, RouterServer, one_frame
 from shm.headroom import oom_kills
 from shm.process import start_ticks
+from shm.under_way import TAG, read_under_way
 from stratad.core.effects import KillWorker, SendTo, SpawnWorker
 from stratad.descriptors import Source, WorkerChannel
 from stratad.links import WorkerLink
@@ -173,13 +174,16 @@ class WorkerSide:
 
     def _ended(self, worker: str, generation: int, reason: str) -> None:
         link = self._links.get(worker)
+        under_way: tuple[int, ...] | None = ()
         if link is not None and link.generation == generation:
             del self._links[worker]
             self._identities.pop(link.identity, None)
             self.server.forget(link.identity)
             if link.channel.lifeline is not None:
+                under_way = _last_under_way(worker, link.channel.lifeline)
                 self._close_lifeline(link.channel.lifeline)
-        self._turn.event(functools.partial(self._turn.core.worker_gone, worker, generation, reason))
+        gone = functools.partial(self._turn.core.worker_gone, worker, generation, reason, under_way=under_way)
+        self._turn.event(gone)
 
     # --- lifelines ----------------------------------------------------------------------------------------------------
 
@@ -308,6 +312,22 @@ class WorkerSide:
         """Whether the template that there is has forked this process."""
         template = self.processes.template
         return template is not None and _parent(pid) == template.pid
+
+
+def _last_under_way(worker: str, lifeline: Lifeline) -> tuple[int, ...] | None:
+    """The jobs that a process had under way when it ended; None where it left no word of that."""
+    lifeline.drain()
+    try:
+        descriptor = lifeline.take(TAG)
+    except KeyError:
+        return None
+    try:
+        return read_under_way(descriptor)
+    except (OSError, ValueError) as exc:
+        log.error("what was under way cannot be read", extra=fields(worker=worker, why=str(exc)))
+        return None
+    finally:
+        os.close(descriptor)
 
 
 def faults_of(orders: dict[str, str], generation: int) -> dict[str, str]:

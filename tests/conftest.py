@@ -1,7 +1,9 @@
 """Rules that hold for every test."""
 
+import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +26,16 @@ def _no_leaks() -> Iterator[None]:
         wait_until(lambda: not new_since(before), timeout_s=2.0)
     except AssertionError:
         pytest.fail(f"the test left behind: {', '.join(new_since(before))}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means. One process where there is a GPU: the tests of the card measure what it has free. Each test
+    starts processes of its own, so more than a few only get in each other's way.
+    """
+    if any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
+        return 1
+    return max(1, min(len(os.sched_getaffinity(0)), 4))
 
 
 def pytest_configure() -> None:

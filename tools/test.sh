@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Every check in order; the first that fails ends it with its exit status. Other arguments go on to pytest.
 #
+# The tests run in several processes, a few of the host's cores (tests/conftest.py says how many); `-n 0` runs them in one.
+#
 # --old-transformers   afterwards, the adapter's tests once more in an environment of their own, .venv-old, that has the
 #                      older generation of transformers (constraints-old.txt)
 set -euo pipefail
@@ -27,7 +29,7 @@ check() {
   check mypy
   check basedpyright
   check lint-imports
-  check pytest ${arguments[@]+"${arguments[@]}"}
+  check pytest -n auto --dist worksteal ${arguments[@]+"${arguments[@]}"}
 )
 if [ -n "$old" ]; then
   ensure_old_venv transformers test

@@ -1,23 +1,23 @@
 """The jobs of a worker from their message to their report. For the loop's thread.
 
-Small jobs run right here while their lane is idle (a hand-over between threads costs more than their copy). Larger ones
-go to the lane's thread, one at a time. A job whose engine's event is not complete yet is set aside and asked about at
-each turn, so it holds up nobody.
+Small jobs run right here while their lane is idle (a hand-over between threads costs more than their copy). All others
+go to the lane's thread, which takes them in turns. A job whose engine's event is not complete yet is set aside and
+asked about at each turn of the loop, so it holds up nobody.
 """
 
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeAlias
 
 import msgspec
 
-from ipc.messages import CopyCommand, EventAwaited, JobDone, JobFailed, SourceFree
+from ipc.messages import CopyCommand, EventAwaited, GroupRestored, JobDone, JobFailed, LaneMoving, SourceFree
 from workers.device import Device, DeviceFailure, LaneKind
 from workers.jobs import JobEvent, JobRecord, JobRefused, JobState
-from workers.lanes import JobHooks, Lane
+from workers.lanes import SMALL_BYTES, JobHooks, Lane, LaneHooks
 from workers.orders import PoolOrders
 from workers.plans import PlannedJob, plan_job
 from workers.pool_book import PoolEntry
@@ -36,18 +36,18 @@ class DeviceLost(Exception):
 
 class ActiveJob:
     """A job that has no final report yet. It came at `since_s` and may wait for its engine's event for `event_wait_s`;
-    from `ready_s` it waited for its lane, which has begun it at `begun_s` (infinite: not yet). `stop` is set by the
-    loop and read by the lane between slices.
+    from `ready_s` it waited for its lane whenever that did not work on it. `stop` is set by the loop and read by the
+    lane between slices.
     """
 
-    __slots__ = ("begun_s", "entry", "event_wait_s", "plan", "ready_s", "record", "since_s", "stop", "told_waiting")
+    __slots__ = ("entry", "event_wait_s", "plan", "ready_s", "record", "since_s", "stop", "told_waiting")
 
     def __init__(self, plan: PlannedJob, entry: PoolEntry, since_s: float, event_wait_s: float) -> None:
         self.plan = plan
         self.entry = entry
         self.record = JobRecord(plan.job)
         self.since_s = since_s
-        self.ready_s = self.begun_s = math.inf
+        self.ready_s = math.inf
         self.event_wait_s = event_wait_s
         self.told_waiting = False
         self.stop = False
@@ -56,7 +56,7 @@ class ActiveJob:
         """Its final report, made now, with how long it waited for what."""
         now_s = time.monotonic()
         ready_s = min(self.ready_s, now_s)
-        queue_s = max(min(self.begun_s, now_s) - ready_s, 0.0)
+        queue_s = max(now_s - ready_s - report.lane_s, 0.0)
         return msgspec.structs.replace(report, event_s=ready_s - self.since_s, queue_s=queue_s)
 
 
@@ -70,26 +70,28 @@ class LaneEnded:
         self.report = report
 
 
-JobLetter: TypeAlias = LaneEnded | SourceFree
+JobLetter: TypeAlias = LaneEnded | GroupRestored | LaneMoving | SourceFree
 
 
 class _LaneState:
-    """A lane with its thread and the jobs that wait for it."""
+    """A lane with its thread; `handed_over` counts the jobs that it has not ended. While there are none, the thread
+    touches nothing of the lane.
+    """
 
-    __slots__ = ("lane", "queue", "running", "thread")
+    __slots__ = ("handed_over", "lane", "thread")
 
     def __init__(self, lane: Lane, thread: TaskThread) -> None:
         self.lane = lane
         self.thread = thread
-        self.queue: deque[ActiveJob] = deque()
-        self.running: ActiveJob | None = None
+        self.handed_over = 0
 
 
 class JobDesk:
-    """Starts, cancels and ends jobs. `post` leaves a letter for the loop from any thread, `send` sends a final report.
+    """Starts, cancels and ends jobs. `post` leaves a letter for the loop from any thread, `send` sends a final report,
+    `note` keeps which job a lane works on (0: none).
 
-    Jobs of up to `inline_bytes` bytes run on the calling thread. Every method that may end a job raises `DeviceLost`
-    after a sticky report.
+    Jobs of up to `inline_bytes` bytes run on the calling thread, those of up to `small_bytes` go first on their lane.
+    Every method that may end a job raises `DeviceLost` after a sticky report.
     """
 
     def __init__(
@@ -100,6 +102,8 @@ class JobDesk:
         *,
         post: Callable[[JobLetter], None],
         send: Callable[[JobDone | JobFailed | EventAwaited], None],
+        note: Callable[[LaneKind, int], None] = lambda _, __: None,
+        small_bytes: int = SMALL_BYTES,
     ) -> None:
         self._device = device
         self._pools = pools
@@ -112,10 +116,15 @@ class JobDesk:
         self._failed = 0
         self._stopping = False
         self._exact = False
-        self._lanes = {
-            kind: _LaneState(Lane(kind, device.copier(kind)), TaskThread(kind.value, device.bind_thread))
-            for kind in LaneKind
-        }
+        self._lanes: dict[LaneKind, _LaneState] = {}
+        for kind in LaneKind:
+            lane = Lane(
+                kind,
+                device.copier(kind),
+                LaneHooks(partial(note, kind), lambda job: post(LaneMoving(job))),
+                small_bytes,
+            )
+            self._lanes[kind] = _LaneState(lane, TaskThread(kind.value, device.bind_thread))
 
     @property
     def threads(self) -> list[TaskThread]:
@@ -153,13 +162,12 @@ class JobDesk:
         return 0 if time.monotonic() - youngest_s < _EAGER_S else 1
 
     def stop(self) -> None:
-        """Let the current copies end, refuse everything else."""
+        """Let what has begun end, refuse everything else."""
         self._stopping = True
-        for active in [*self._waiting, *(job for state in self._lanes.values() for job in state.queue)]:
-            self._give_up(active, "stopping", "the worker stops")
-        self._waiting.clear()
-        for state in self._lanes.values():
-            state.queue.clear()
+        waiting, self._waiting = self._waiting, []
+        for active in list(self._jobs.values()):
+            if active in waiting or self._withdraw(active):
+                self._give_up(active, "stopping", "the worker stops")
 
     def start(self, message: CopyCommand) -> None:
         """Take in a job; whatever is wrong with it becomes its report."""
@@ -226,47 +234,44 @@ class JobDesk:
         active.record.apply(JobEvent.CANCEL)
         if active.record.state is JobState.STOPPING:
             active.stop = True
-            return
-        if active in self._waiting:
-            self._waiting.remove(active)
+            if not self._withdraw(active):
+                return
+            active.record.apply(JobEvent.STOP)
         else:
-            self._lanes[active.plan.lane].queue.remove(active)
+            self._waiting.remove(active)
         self._end(active, JobFailed(job, "cancelled", "cancelled before it started"))
 
     def lane_ended(self, letter: LaneEnded) -> None:
-        """Report a job that ended on its lane's thread and start the next one there."""
-        state = self._lanes[letter.active.plan.lane]
-        state.running = None
+        """Report a job that ended on its lane's thread."""
+        self._lanes[letter.active.plan.lane].handed_over -= 1
         self._finish(letter.active, letter.report)
-        while state.queue and state.running is None:
-            active = state.queue.popleft()
-            if not state.queue:
-                self._dispatch(active)
-            else:
-                self._hand_over(state, active)
+
+    def _withdraw(self, active: ActiveJob) -> bool:
+        """Take a job back from its lane; whether it had not begun there."""
+        state = self._lanes[active.plan.lane]
+        if not state.lane.withdraw(active.plan.job):
+            return False
+        state.handed_over -= 1
+        return True
 
     def _dispatch(self, active: ActiveJob) -> None:
         state = self._lanes[active.plan.lane]
-        if state.running is not None or state.queue:
-            state.queue.append(active)
-        elif active.plan.work_bytes <= self._inline_bytes:
-            active.record.apply(JobEvent.START)
-            active.begun_s = time.monotonic()
+        active.record.apply(JobEvent.START)
+        if not state.handed_over and active.plan.work_bytes <= self._inline_bytes:
             self._finish(active, state.lane.run(active.plan, JobHooks(lambda: False, lambda: None)))
         else:
             self._hand_over(state, active)
 
     def _hand_over(self, state: _LaneState, active: ActiveJob) -> None:
-        active.record.apply(JobEvent.START)
-        state.running = active
         job = active.plan.job
-        hooks = JobHooks(lambda: active.stop, lambda: self._post(SourceFree(job)))
-
-        def task() -> None:
-            active.begun_s = time.monotonic()
-            self._post(LaneEnded(active, state.lane.run(active.plan, hooks)))
-
-        state.thread.put(task)
+        hooks = JobHooks(
+            lambda: active.stop,
+            lambda: self._post(SourceFree(job)),
+            lambda group: self._post(GroupRestored(job, group)),
+        )
+        state.handed_over += 1
+        state.lane.add(active.plan, hooks, active.entry.engine_id, lambda report: self._post(LaneEnded(active, report)))
+        state.thread.put(state.lane.serve)
 
     def _give_up(self, active: ActiveJob, code: str, message: str, *, sticky: bool = False) -> None:
         """End a job that has not started."""

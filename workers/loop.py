@@ -26,6 +26,8 @@ from ipc.messages import (
     DigestJob,
     DisarmFault,
     FaultStruck,
+    GroupRestored,
+    LaneMoving,
     MakeShuttle,
     OpenPool,
     PoolClosed,
@@ -42,8 +44,9 @@ from ipc.messages import (
     WorkerReady,
     WorkerSpec,
 )
+from shm.under_way import TAG, UnderWay
 from workers import exit_codes
-from workers.device import Device
+from workers.device import Device, LaneKind
 from workers.digest import Digester
 from workers.fault_orders import FaultBook
 from workers.job_desk import DeviceLost, JobDesk, JobLetter, LaneEnded
@@ -58,6 +61,7 @@ _FRAMES_A_TURN: Final = 64
 # After a restart the descriptors of every engine's pool come at once, and who sends them is our own supervisor.
 _STASH_LIMIT: Final = 4096
 _STOP_S: Final = 5.0
+_LANES: Final = tuple(LaneKind)
 # How long a worker that cannot start waits for the supervisor to have read why.
 _HEARD_MS: Final = 2000
 
@@ -91,10 +95,25 @@ class Worker:
             faults.on_strike = lambda fault: self._mailbox.put(FaultStruck(fault))
         self._shuttles = ShuttleOrders(device, self._mailbox.put, lambda: self._stopping, huge_pages=spec.huge_pages)
         self._pools = PoolOrders(device, lifeline, self._mailbox.put)
-        self._desk = JobDesk(device, self._pools, spec.inline_bytes, post=self._mailbox.put, send=self._send)
+        self._desk = JobDesk(
+            device,
+            self._pools,
+            spec.inline_bytes,
+            post=self._mailbox.put,
+            send=self._send,
+            note=self._note,
+            small_bytes=spec.small_bytes,
+        )
+        self._under_way: UnderWay | None = None
 
     def start(self, forked_s: float) -> None:
-        """Start the threads and say that this worker is ready. `forked_s` is the monotonic time of its birth."""
+        """Start the threads and say that this worker is ready. `forked_s` is the monotonic time of its birth.
+
+        Raises:
+            OSError: what is under way cannot be shared with the supervisor.
+        """
+        self._under_way = UnderWay.create()
+        self._lifeline.send_descriptor(TAG, self._under_way.descriptor, _CONNECT_S)
         for thread in self._threads():
             thread.start()
         cpus = tuple(sorted(os.sched_getaffinity(0)))
@@ -112,6 +131,10 @@ class Worker:
         )
         # What is here now stays: no later collection has to look at it again.
         gc.freeze()
+
+    def _note(self, lane: LaneKind, job: int) -> None:
+        assert self._under_way is not None, "jobs come after the start"
+        self._under_way.note(_LANES.index(lane), job)
 
     def _threads(self) -> list[TaskThread]:
         return [self._shuttles.thread, self._pools.thread, *self._desk.threads]
@@ -162,6 +185,8 @@ class Worker:
         self._link.close()
         self._lifeline.close()
         self._mailbox.close()
+        if self._under_way is not None:
+            self._under_way.close()
 
     def _handle(self, command: Command) -> None:
         match command:
@@ -211,7 +236,7 @@ class Worker:
                     answer = self._pools.answer(letter)
                     if answer is not None:
                         self._send(answer)
-                case SourceFree() | ShuttleReady() | ShuttleFailed() | FaultStruck():
+                case SourceFree() | GroupRestored() | LaneMoving() | ShuttleReady() | ShuttleFailed() | FaultStruck():
                     self._send(letter)
                 case _:
                     assert_never(letter)

@@ -74,7 +74,7 @@ class PoolOrders:
                 self._post(PoolFailed(order.pool, "internal", f"{type(exc).__name__}: {exc}"))
             else:
                 engine = EngineProcess(order.engine_pid, order.engine_start_ticks)
-                self._post(PoolMade(PoolEntry(order.pool, pool, engine)))
+                self._post(PoolMade(PoolEntry(order.pool, pool, engine, order.engine_id)))
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)

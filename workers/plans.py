@@ -1,6 +1,8 @@
 """Plans: a job's message, checked against its pool's layout and cut into slices, before a lane takes it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ipc.messages import CaptureJob, CopyCommand, CopyJob, DigestJob, RestoreJob
@@ -37,7 +39,8 @@ class PlannedJob(NamedTuple):
     its digests, where that is not the device's own.
 
     `look` are chunks that are digested where they lie, before anything is copied: of a capture others than `chunks`,
-    of a restore those of `chunks` that may be there already.
+    of a restore those of `chunks` that may be there already. `group_ends` has the last slice of each group and that
+    group's number, where the job is `layered`: then no slice holds chunks of two groups.
     """
 
     job: int
@@ -54,6 +57,8 @@ class PlannedJob(NamedTuple):
     stage: int = -1
     digests_only: bool = False
     look: "PlannedJob | None" = None
+    layered: bool = False
+    group_ends: Mapping[int, int] = MappingProxyType({})
 
     @property
     def work_bytes(self) -> int:
@@ -68,9 +73,13 @@ class PlannedJob(NamedTuple):
 
     def of(self, chunks: Sequence[ChunkWork], limits: SliceLimits, *, digests_only: bool = False) -> "PlannedJob":
         """The same job with other chunks of its image and no look."""
+        slices, group_ends = plan_slices(chunks, *limits), dict[int, int]()
+        if self.layered and not digests_only:
+            slices, group_ends = _layered_slices(chunks, limits)
         return self._replace(
             chunks=tuple(chunks),
-            slices=tuple(plan_slices(chunks, *limits)),
+            slices=tuple(slices),
+            group_ends=group_ends,
             moved_bytes=bytes_of(chunks),
             limits=limits,
             digests_only=digests_only,
@@ -123,11 +132,25 @@ def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJ
         written, lane = rows, LaneKind.RESTORE
     op, stage = ("", -1) if isinstance(message, DigestJob) else (message.op, message.stage)
     empty = PlannedJob(message.job, lane, pool, rows, written, (), (), 0, limits, algorithm, op, stage)
+    empty = empty._replace(layered=isinstance(message, RestoreJob) and message.layered)
     plan = empty.of(chunks, limits, digests_only=isinstance(message, DigestJob))
     if look:
         larger = SliceLimits(device.digest_slice_bytes, device.slice_rows)
         plan = plan._replace(look=empty.of(look, larger, digests_only=True))
     return plan
+
+
+def _layered_slices(chunks: Sequence[ChunkWork], limits: SliceLimits) -> tuple[list[SliceRange], dict[int, int]]:
+    """Slices of which none holds chunks of two groups, and the last one of each group."""
+    slices: list[SliceRange] = []
+    ends: dict[int, int] = {}
+    first = 0
+    for group, found in groupby(chunks, lambda chunk: chunk.span.group):
+        works = list(found)
+        slices += [SliceRange(first + at, count) for at, count in plan_slices(works, *limits)]
+        ends[len(slices) - 1] = group
+        first += len(works)
+    return slices, ends
 
 
 def _chunks(layout: StageLayout, message: CopyCommand, algorithm: str) -> tuple[list[ChunkWork], list[ChunkWork]]:

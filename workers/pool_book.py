@@ -17,14 +17,17 @@ class EngineProcess(NamedTuple):
 
 
 class PoolEntry:
-    """One pool. `jobs` are under way with it; a pool that is `closing` goes when the last of them has ended."""
+    """One pool. `jobs` are under way with it; a pool that is `closing` goes when the last of them has ended.
+    `engine_id` is the engine's number at the supervisor.
+    """
 
-    __slots__ = ("_checked_s", "closing", "engine", "jobs", "number", "pool")
+    __slots__ = ("_checked_s", "closing", "engine", "engine_id", "jobs", "number", "pool")
 
-    def __init__(self, number: int, pool: DevicePool, engine: EngineProcess) -> None:
+    def __init__(self, number: int, pool: DevicePool, engine: EngineProcess, engine_id: int = 0) -> None:
         self.number = number
         self.pool = pool
         self.engine = engine
+        self.engine_id = engine_id
         self.jobs = 0
         self.closing = False
         self._checked_s = -1.0

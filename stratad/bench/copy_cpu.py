@@ -7,7 +7,7 @@ from typing import Final, Self
 import numpy as np
 
 from stratad.bench.copy_engine import CopyEngine, register
-from stratad.bench.copy_layout import PLANES, CopyShape, copy_shape
+from stratad.bench.copy_layout import USUAL_FORM, CopyShape, PlaneForm, copy_shape
 from stratad.client import Client, Engine
 from stratad.pools import CpuPool, StagePool
 
@@ -16,7 +16,7 @@ _DIRECT_REPEATS: Final = 3
 
 
 class CpuSource(CopyEngine):
-    """Stages on one `cpu` worker. Owns its pools, a copy of their bytes, and a buffer for the plain copy."""
+    """Stages on `cpu` workers. Owns its pools, a copy of their bytes, and a buffer for the plain copy."""
 
     def __init__(self, engine: Engine, pools: Sequence[CpuPool], shape: CopyShape) -> None:
         super().__init__(engine, shape)
@@ -28,15 +28,23 @@ class CpuSource(CopyEngine):
         self._last_rows = np.array(shape.row_numbers(-1))
 
     @classmethod
-    def register(  # noqa: PLR0917 - what `open_source` is told
-        cls, client: Client, layout: str, stages: int, slot_bytes: int, slots: int, planes: int = PLANES
+    def register(
+        cls,
+        client: Client,
+        layout: str,
+        stages: int,
+        slot_bytes: int,
+        slots: int,
+        *,
+        cards: Sequence[str] = ("cpu:0",),
+        form: PlaneForm = USUAL_FORM,
     ) -> Self:
-        """Reserve the pools and register them. Raises what the client raises."""
-        shape = copy_shape(layout, slot_bytes, client.welcome.chunk_tokens, slots, planes)
+        """Reserve the pools and register them, on the devices in turn. Raises what the client raises."""
+        shape = copy_shape(layout, slot_bytes, client.welcome.chunk_tokens, slots, form)
         pools: list[CpuPool] = []
         try:
             pools += [CpuPool.allocate(shape.pool_bytes) for _ in range(stages)]
-            stage_pools = [StagePool("cpu:0", shape.layout, pool) for pool in pools]
+            stage_pools = [StagePool(cards[stage % len(cards)], shape.layout, pool) for stage, pool in enumerate(pools)]
             engine = register(client, stage_pools)
         except BaseException:
             for pool in pools:
@@ -44,19 +52,20 @@ class CpuSource(CopyEngine):
             raise
         return cls(engine, pools, shape)
 
-    def refill(self, number: int) -> None:
-        """New random bytes in every pool, the last slot's like the first's."""
+    def refill(self, number: int, *, alike: bool = True) -> None:
+        """New random bytes in every pool; `alike`: the last slot's like the first's."""
         generator = np.random.default_rng(number)
         for pool, expected in zip(self._pools, self._expected, strict=True):
             expected[:] = np.frombuffer(generator.bytes(expected.nbytes), np.uint8)
-            for plane in expected.reshape(self._shape.axes):
+            for plane in expected.reshape(self._shape.axes) if alike else ():
                 plane[self._last_rows] = plane[self._first_rows]
             np.frombuffer(pool.buffer, np.uint8)[:] = expected
 
-    def wipe(self) -> None:
-        """Zero the last slot of every pool."""
+    def wipe(self, *, first: bool = False) -> None:
+        """Zero the last slot of every pool, or the first."""
+        rows = self._first_rows if first else self._last_rows
         for pool in self._pools:
-            np.frombuffer(pool.buffer, np.uint8).reshape(self._shape.axes)[:, self._last_rows] = 0
+            np.frombuffer(pool.buffer, np.uint8).reshape(self._shape.axes)[:, rows] = 0
 
     def rewrite(self, first_token: int, number: int) -> None:
         """See `CopySource`."""

@@ -6,7 +6,7 @@ from ipc.messages import TOKEN_BYTES, Captured, Copied, Restored
 from shm.rows import first_rows
 from stratad.bench.copy_layout import CopyShape
 from stratad.bench.cpu_engine import FINGERPRINT, NAMESPACE, token_ids
-from stratad.client import Client, Engine
+from stratad.client import Client, Engine, Ticket
 from stratad.pools import StagePool
 
 _DEADLINE_S: Final = 120.0
@@ -20,17 +20,27 @@ class CopyEngine:
         self._engine = engine
         self._shape = shape
         self._last = len(shape.slot_rows) - 1
-        self._tokens = token_ids(shape.tokens, 0)
+        # Of each slot its own: nothing of one is known from another.
+        self._tokens = tuple(token_ids(shape.tokens, slot) for slot in range(len(shape.slot_rows)))
 
     def capture(self, conversation: str) -> Captured:
         """Capture the first slot."""
-        rows = self._shape.slot_rows[0]
-        return self._engine.capture(conversation, self._tokens, rows=rows, slot=0, deadline_s=_DEADLINE_S).result()
+        return self.begin_capture(conversation).result()
 
     def restore(self, conversation: str) -> Restored:
         """Restore into the last slot."""
-        rows = self._shape.slot_rows[-1]
-        return self._engine.restore(conversation, rows=rows, slot=self._last, deadline_s=_DEADLINE_S).result()
+        return self.begin_restore(conversation).result()
+
+    def begin_capture(self, conversation: str, slot: int = 0) -> Ticket[Captured]:
+        """Start to capture a slot."""
+        rows = self._shape.slot_rows[slot]
+        return self._engine.capture(conversation, self._tokens[slot], rows=rows, slot=slot, deadline_s=_DEADLINE_S)
+
+    def begin_restore(self, conversation: str, slot: int = -1) -> Ticket[Restored]:
+        """Start to restore into a slot (-1: the last)."""
+        number = self._last if slot < 0 else slot
+        rows = self._shape.slot_rows[number]
+        return self._engine.restore(conversation, rows=rows, slot=number, deadline_s=_DEADLINE_S)
 
     @property
     def tokens(self) -> int:

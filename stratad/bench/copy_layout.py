@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from shm.layout import Plane, StageLayout, one_group
 from shm.rows import RowRuns, runs_of
@@ -11,6 +11,16 @@ from shm.rows import RowRuns, runs_of
 TOKEN_BYTES: Final = 1024
 PLANES: Final = 64
 BLOCK_TOKENS: Final = 16
+
+
+class PlaneForm(NamedTuple):
+    """How many planes a stage has, and the bytes of a token in each."""
+
+    planes: int = PLANES
+    token_bytes: int = TOKEN_BYTES
+
+
+USUAL_FORM: Final = PlaneForm()
 
 
 @dataclass(frozen=True)
@@ -24,12 +34,12 @@ class CopyShape:
     layout: StageLayout
     slot_rows: tuple[RowRuns, ...]
     tokens: int
-    planes: int = PLANES
+    form: PlaneForm = USUAL_FORM
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
-        return self.tokens * self.planes * TOKEN_BYTES
+        return self.tokens * self.form.planes * self.form.token_bytes
 
     @property
     def pool_bytes(self) -> int:
@@ -40,7 +50,7 @@ class CopyShape:
     def axes(self) -> tuple[int, int, int]:
         """Planes, rows, bytes a row."""
         group = self.layout.groups[0]
-        return self.planes, group.rows, group.planes[0].row_bytes
+        return self.form.planes, group.rows, group.planes[0].row_bytes
 
     def row_numbers(self, slot: int) -> list[int]:
         """A slot's rows one by one, in token order."""
@@ -52,31 +62,33 @@ class CopyShape:
 
 
 def copy_shape(
-    layout: str, slot_bytes: int, chunk_tokens: int, slots: int = 1, planes_per_stage: int = PLANES
+    layout: str, slot_bytes: int, chunk_tokens: int, slots: int = 1, form: PlaneForm = USUAL_FORM
 ) -> CopyShape:
     """A stage of `slots` slots of about `slot_bytes` bytes each, a whole number of chunks.
 
     Raises:
         ValueError: `layout` is neither ``slot`` nor ``paged``.
     """
-    tokens = max(1, slot_bytes // (planes_per_stage * TOKEN_BYTES) // chunk_tokens) * chunk_tokens
+    plane_count, token_bytes = form
+    tokens = max(1, slot_bytes // (plane_count * token_bytes) // chunk_tokens) * chunk_tokens
     if layout == "slot":
-        plane_bytes = slots * tokens * TOKEN_BYTES
+        plane_bytes = slots * tokens * token_bytes
         planes = tuple(
-            Plane(number * plane_bytes, TOKEN_BYTES, TOKEN_BYTES, slots * tokens) for number in range(planes_per_stage)
+            Plane(number * plane_bytes, token_bytes, token_bytes, slots * tokens) for number in range(plane_count)
         )
         slot_rows: tuple[RowRuns, ...] = tuple(((slot * tokens, tokens),) for slot in range(slots))
     elif layout == "paged":
         slot_blocks = tokens // BLOCK_TOKENS
         blocks = slots * slot_blocks
-        row_bytes = BLOCK_TOKENS * TOKEN_BYTES
+        row_bytes = BLOCK_TOKENS * token_bytes
         planes = tuple(
-            Plane(number * blocks * row_bytes, row_bytes, row_bytes, blocks, BLOCK_TOKENS, TOKEN_BYTES)
-            for number in range(planes_per_stage)
+            Plane(number * blocks * row_bytes, row_bytes, row_bytes, blocks, BLOCK_TOKENS, token_bytes)
+            for number in range(plane_count)
         )
         order = list(range(blocks))
         random.Random(blocks).shuffle(order)  # noqa: S311 - any order that is the same every time
         slot_rows = tuple(runs_of(order[first : first + slot_blocks]) for first in range(0, blocks, slot_blocks))
     else:
         raise ValueError(f"layout must be slot or paged, got {layout!r}")
-    return CopyShape(StageLayout(one_group(planes), chunk_tokens=chunk_tokens), slot_rows, tokens, planes_per_stage)
+    stage = StageLayout(one_group(planes), chunk_tokens=chunk_tokens)
+    return CopyShape(stage, slot_rows, tokens, form)

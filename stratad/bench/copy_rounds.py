@@ -1,4 +1,5 @@
-"""What the benchmarks of copies have in common: an engine on one device, a daemon of their own, and their rounds.
+"""What the benchmarks of copies have in common: an engine on one device or several, a daemon of their own, and their
+rounds.
 
 Every destination is wiped before and compared after, by the benchmark itself.
 """
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from ipc.messages import Captured, Copied, Restored
-from stratad.bench.copy_layout import PLANES
+from stratad.bench.cards import Cards, add_cards_argument, chosen_cards
+from stratad.bench.copy_layout import PLANES, USUAL_FORM, PlaneForm
 from stratad.bench.daemon import PrivateDaemon
 from stratad.bench.progress import Progress
 from stratad.bench.report import Report, Row, column, worst_low
-from stratad.client import Client
+from stratad.client import Client, Ticket
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError
 
@@ -30,7 +32,7 @@ ReplyT = TypeVar("ReplyT", bound=Captured | Restored | Copied)
 
 
 class CopySource(Protocol):
-    """An engine whose stages lie on one device, with what a benchmark needs to know of that device.
+    """An engine with its stages, and what a benchmark needs to know of the devices that they lie on.
 
     Its pools hold one slot or several of the same size. Sources are the first slot, destinations the last.
     """
@@ -45,8 +47,10 @@ class CopySource(Protocol):
         """Name of the device for people."""
         ...
 
-    def refill(self, number: int) -> None:
-        """Make all bytes unlike those of any round before, the last slot's like the first's, and remember them."""
+    def refill(self, number: int, *, alike: bool = True) -> None:
+        """Make all bytes unlike those of any round before, and remember them; `alike`: the last slot's are the same as
+        the first's.
+        """
         ...
 
     def capture(self, conversation: str) -> Captured:
@@ -55,6 +59,14 @@ class CopySource(Protocol):
 
     def restore(self, conversation: str) -> Restored:
         """Restore over the last slot, and wait for verified rows."""
+        ...
+
+    def begin_capture(self, conversation: str, slot: int = 0) -> Ticket[Captured]:
+        """Start to capture a slot; each slot has tokens of its own."""
+        ...
+
+    def begin_restore(self, conversation: str, slot: int = -1) -> Ticket[Restored]:
+        """Start to restore over a slot (-1: the last)."""
         ...
 
     @property
@@ -90,8 +102,8 @@ class CopySource(Protocol):
         """Copy the first slot's transit image into the last slot, and wait for verified rows."""
         ...
 
-    def wipe(self) -> None:
-        """Zero all bytes of the last slot, and wait until that is done."""
+    def wipe(self, *, first: bool = False) -> None:
+        """Zero all bytes of the last slot, or of the first, and wait until that is done."""
         ...
 
     def is_exact(self) -> bool:
@@ -99,7 +111,8 @@ class CopySource(Protocol):
         ...
 
     def limit_bytes_per_s(self, direction: str) -> float:
-        """Plain copy of this device, in the direction of ``capture`` or of ``restore``, or on the device (``direct``).
+        """Plain copy, in the direction of ``capture`` or of ``restore``, or on the device (``direct``); of several
+        cards all at once, in sum.
 
         Call it after `refill`: what it writes are the remembered bytes.
         """
@@ -123,7 +136,8 @@ class CopyBench:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that these benchmarks share."""
     add_device_argument(parser)
-    parser.add_argument("--stages", type=int, default=1, help="stages on the one device (default: 1)")
+    add_cards_argument(parser, "1")
+    parser.add_argument("--stages", type=int, help="stages, on the cards in turn (default: one a card)")
     parser.add_argument(
         "--image-mib", type=int, help=f"default: {_CUDA_DEFAULT_MIB} on cuda, {_CPU_DEFAULT_MIB} on cpu"
     )
@@ -133,15 +147,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -> Report:
     """Run all rounds. Raises `CommandError` and what the client raises."""
     on_cuda = wants_cuda(args)
+    cards = chosen_cards(args.cards, on_cuda=on_cuda)
     if args.image_mib is None:
         args.image_mib = _CUDA_DEFAULT_MIB if on_cuda else _CPU_DEFAULT_MIB
+    if args.stages is None:
+        args.stages = len(cards.names)
     for option, value in (("--stages", args.stages), ("--image-mib", args.image_mib)):
         if value < 1:
             raise CommandError(ExitCode.USAGE, "bad_value", f"{option} must be at least 1, got {value}")
     image_bytes = args.image_mib * _MIB
     settings = {
-        "daemon.devices": first_gpu() if on_cuda else "cpu:1",
-        "ram.budget_bytes": str(int(_BUDGET_IMAGES * image_bytes) + 64 * _MIB),
+        "daemon.devices": cards.devices,
+        "ram.budget_bytes": str(int(_BUDGET_IMAGES * image_bytes) + 64 * _MIB * len(cards.names)),
     }
     rows: list[Row] = []
     device_name = ""
@@ -155,7 +172,7 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
                     when = f"round {number} of {args.rounds}" if number else "warm-up"
                     progress(f"{bench.name}: {layout}, {when}")
                     slot_bytes = image_bytes // args.stages
-                    with open_source(client, layout, args.stages, slot_bytes, bench.slots, on_cuda=on_cuda) as source:
+                    with open_on(client, layout, args.stages, slot_bytes, bench.slots, cards=cards) as source:
                         found = bench.measure(client, source, number)
                         device_name = source.device_name
                     if number:  # the first touches memory that nobody had used before
@@ -164,6 +181,7 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
     report_settings: Row = {
         "device": "cuda" if on_cuda else "cpu",
         "device_name": device_name,
+        "cards": list(cards.names),
         "stages": args.stages,
         "image_bytes": image_bytes,
     }
@@ -176,11 +194,10 @@ def wants_cuda(args: argparse.Namespace) -> bool:
     return args.device == "cuda" or (args.device == "auto" and Path("/proc/driver/nvidia/gpus").is_dir())
 
 
-def add_device_argument(parser: argparse.ArgumentParser) -> None:
+def add_device_argument(parser: argparse.ArgumentParser, default: str = "auto") -> None:
     """``--device``."""
-    parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: cuda if there is one"
-    )
+    said = "cuda if there is one" if default == "auto" else default
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default=default, help=f"default: {said}")
 
 
 def first_gpu() -> str:
@@ -194,16 +211,33 @@ def first_gpu() -> str:
 def open_source(  # noqa: PLR0917 - one call makes an engine
     client: Client, layout: str, stages: int, slot_bytes: int, slots: int, planes: int = PLANES, *, on_cuda: bool
 ) -> Iterator[CopySource]:
-    """An engine of the asked kind; torch is loaded only here, and only for a GPU."""
+    """An engine of the asked kind on the first device, with so many planes a stage."""
+    cards = Cards(("cuda:0",), (first_gpu(),)) if on_cuda else Cards(("cpu:0",))
+    with open_on(client, layout, stages, slot_bytes, slots, cards=cards, form=PlaneForm(planes)) as source:
+        yield source
+
+
+@contextmanager
+def open_on(
+    client: Client,
+    layout: str,
+    stages: int,
+    slot_bytes: int,
+    slots: int,
+    *,
+    cards: Cards,
+    form: PlaneForm = USUAL_FORM,
+) -> Iterator[CopySource]:
+    """An engine with its stages on the cards in turn; torch is loaded only here, and only for GPUs."""
     source: CopySource
-    if on_cuda:
+    if cards.on_cuda:
         from stratad.bench.copy_cuda import CudaSource  # noqa: PLC0415 - see above
 
-        source = CudaSource.register(client, layout, stages, slot_bytes, slots, planes)
+        source = CudaSource.register(client, layout, stages, slot_bytes, slots, cards=cards.names, form=form)
     else:
         from stratad.bench.copy_cpu import CpuSource  # noqa: PLC0415 - loads numpy
 
-        source = CpuSource.register(client, layout, stages, slot_bytes, slots, planes)
+        source = CpuSource.register(client, layout, stages, slot_bytes, slots, cards=cards.names, form=form)
     try:
         yield source
     finally:

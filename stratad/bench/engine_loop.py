@@ -45,6 +45,7 @@ from stratad.bench.engine_wire import (
     Restore,
     Restored,
 )
+from stratad.bench.model_split import spread_layers
 from stratad.client import Client
 from stratad.engines.cache_api import forward
 from stratad.engines.kv_planes import token_bytes
@@ -73,9 +74,15 @@ class LanguageEngine:
     """A causal model with slots; with a parker its conversations can leave the process."""
 
     def __init__(
-        self, model: transformers.PreTrainedModel, tokenizer: "Tokenizer | None", parker: CacheParker | None
+        self,
+        model: transformers.PreTrainedModel,
+        tokenizer: "Tokenizer | None",
+        parker: CacheParker | None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
+        """`devices` are those that the model's layers lie on."""
         self._model: Final = model
+        self._devices: Final = tuple(devices)
         self._tokenizer: Final = tokenizer
         self._parker: Final = parker
         self._conversations: Final[dict[str, Conversation]] = {}
@@ -162,8 +169,8 @@ class LanguageEngine:
         fetch = parker.take if order.take else parker.restore
         started_s = time.perf_counter()
         cache, tokens = fetch(order.conversation, slot=order.slot, deadline_s=order.deadline_s)
-        if self._model.device.type != "cpu":
-            torch.cuda.synchronize()
+        for device in self._devices:
+            torch.cuda.synchronize(device)
         restore_s = time.perf_counter() - started_s
         if tokens != len(order.known_tokens):
             raise UsageError("bad_tokens", f"the image holds {tokens} tokens, {len(order.known_tokens)} are known")
@@ -269,7 +276,8 @@ def _start(chosen: argparse.Namespace) -> tuple[LanguageEngine, Ready]:
     else:
         folder = Path(chosen.model)
         model, tokenizer, revision = load_dir(folder, dtype), Tokenizer(folder), weights_revision(folder)
-    device = _device(chosen.device)
+    devices = _devices(chosen.device)
+    device = devices[0]
     if device.type != "cpu":
         # Two processes are to come to the same bits: no kernel may sum in whatever order its threads arrive.
         # The fused attention kernels choose their way of summing by what else there is, the plain one does not.
@@ -277,7 +285,10 @@ def _start(chosen: argparse.Namespace) -> tuple[LanguageEngine, Ready]:
         torch.backends.cuda.enable_flash_sdp(enabled=False)
         torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
         torch.backends.cuda.enable_cudnn_sdp(enabled=False)
-    torch.nn.Module.to(model, device)
+    if len(devices) == 1:
+        torch.nn.Module.to(model, device)
+    else:
+        spread_layers(model, devices)
     parker = None
     if client is not None:
         parker = CacheParker.register(
@@ -295,8 +306,8 @@ def _start(chosen: argparse.Namespace) -> tuple[LanguageEngine, Ready]:
         pid=os.getpid(),
         model=chosen.model,
         dtype=chosen.dtype,
-        device=str(device),
-        gpu_uuid=_gpu_uuid(device),
+        device=",".join(map(str, devices)),
+        gpu_uuid=",".join(filter(None, map(_gpu_uuid, devices))),
         layers=int(model.config.num_hidden_layers),
         vocabulary=int(model.config.vocab_size),
         token_bytes=token_bytes(observe_layers(model)),
@@ -311,14 +322,15 @@ def _start(chosen: argparse.Namespace) -> tuple[LanguageEngine, Ready]:
             "transformers": transformers.__version__,
         },
     )
-    return LanguageEngine(model, tokenizer, parker), ready
+    on_gpus = devices if device.type == "cuda" else ()
+    return LanguageEngine(model, tokenizer, parker, on_gpus), ready
 
 
-def _device(name: str) -> torch.device:
-    """``auto`` is the first GPU, or the CPU where there is none."""
-    if name in ("auto", "cuda"):
-        name = "cuda:0" if name == "cuda" or torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+def _devices(names: str) -> list[torch.device]:
+    """``auto`` is the first GPU, or the CPU where there is none; several are separated by commas."""
+    if names in ("auto", "cuda"):
+        names = "cuda:0" if names == "cuda" or torch.cuda.is_available() else "cpu"
+    return [torch.device(name) for name in names.split(",")]
 
 
 def _gpu_uuid(device: torch.device) -> str:
@@ -361,7 +373,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", type=Path, default=None, help="the daemon's run directory (none: never parks)")
     parser.add_argument("--instance", default="default", help="the daemon's instance")
     parser.add_argument("--stages", type=int, default=2, help="stages that the layers are split over")
-    parser.add_argument("--device", default="cpu", help="torch device of the model, or auto")
+    parser.add_argument("--device", default="cpu", help="torch devices of the layers, or auto")
     parser.add_argument("--devices", default="", help="the daemon's device of each stage, separated by commas")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--slots", type=int, default=1)

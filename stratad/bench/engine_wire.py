@@ -89,7 +89,8 @@ Order: TypeAlias = Encode | Decode | Prefill | Generate | Park | Restore | Looku
 class Ready(Line, frozen=True, tag="ready"):
     """The model is loaded and, with a daemon, the engine is registered.
 
-    `device` is the torch device of the model, `gpu_uuid` empty on a CPU; `stages` names each stage's device;
+    `device` is the torch device of the model and `gpu_uuid` names it to the daemon, empty on a CPU; of several both
+    have commas between them. `stages` names each stage's device;
     `token_bytes` are the K/V bytes of one token over all layers.
     """
 

@@ -20,7 +20,8 @@ __all__ = ["EngineError", "EngineOptions", "EngineProcess", "engine_environment"
 class EngineOptions:
     """How to start an engine process. Without `run_dir` it knows no daemon and never parks.
 
-    `model` is a folder or ``random:SHAPE``; `device` is ``auto`` or a torch device. `devices` names the daemon's device
+    `model` is a folder or ``random:SHAPE``; `device` is ``auto`` or a torch device, or several with commas
+    between them, over which the layers are split. `devices` names the daemon's device
     of each stage (default: ``cpu:0``, ``cpu:1``, ...; on a GPU all stages lie on it).
     """
 

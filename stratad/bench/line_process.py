@@ -75,6 +75,10 @@ class LineProcess:
         """
         self._send(msgspec.json.encode(order) + b"\n", time.monotonic() + deadline_s)
 
+    def has_answer(self) -> bool:
+        """Whether something can be read of the next answer, or the process has ended."""
+        return bool(self._received) or bool(select.select([self._answers], [], [], 0)[0])
+
     def answer(self, expected: type[AnswerType], deadline_s: float) -> AnswerType:
         """Wait for the next answer.
 

@@ -1,18 +1,27 @@
 """``stratactl bench stages``: how much sooner all stages are done when they copy at once.
 
-On one host with few cores the stages would share the memory's bandwidth, which a real split does not: each card has its
-own link. So the `cpu` device holds every stage to a simulated link, inside its copy; all bytes move and are compared.
-Two daemons of the same build take turns, one with ``copy.parallel = false``.
+Two daemons of the same build take turns, one with ``copy.parallel = false``. On GPUs there is one stage a card, and the
+image is by default that of a conversation of 100,000 tokens of a model with 32 layers and 8 K/V heads of 128 in bf16;
+in each round the links are measured without a daemon too, each alone and all at once, and the lane of each stage is
+held against both.
+
+On one host with few cores the stages of `cpu` devices would share the memory's bandwidth, which a real split does not:
+each card has its own link. So there every stage is held to a simulated link, inside its copy; all bytes move and are
+compared.
 """
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Final
 
-from stratad.bench.cpu_engine import CpuEngine, token_ids
+from ipc.messages import Captured, Restored
+from stratad.bench.cards import Cards, add_cards_argument, chosen_cards
+from stratad.bench.copy_layout import PlaneForm
+from stratad.bench.copy_rounds import LAYOUTS, CopySource, add_device_argument, open_on, timed, wants_cuda
+from stratad.bench.cpu_engine import NAMESPACE
 from stratad.bench.daemon import PrivateDaemon
+from stratad.bench.links import CAPTURE, RESTORE, Links, open_links, survey
 from stratad.bench.progress import Progress
 from stratad.bench.report import Report, Row, column, worst_low
 from stratad.client import Client
@@ -21,105 +30,199 @@ from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError
 
 NAME: Final = "stages"
-SUMMARY: Final = "parallel against serial stages, with a simulated link per stage"
-_ROW_BYTES: Final = 16 * 1024
-_SLOTS: Final = 2
-_SPARE_IMAGES: Final = 4
+SUMMARY: Final = "parallel against serial stages: one a card, or with a simulated link a stage"
 _MIB: Final = 1 << 20
+_OPS: Final = (CAPTURE, RESTORE)
+_CPU_STAGE_MIB: Final = 32
+# Pieces so large that the link alone is what takes time.
+_CPU_FORM: Final = PlaneForm(1, 16 * 1024)
+# 32 layers, K and V, 8 heads of 128 in bf16: 128 KiB a token over all stages.
+_MODEL_PLANES: Final = 64
+_MODEL_TOKEN_BYTES: Final = 2048
+_MODEL_TOKENS: Final = 391 * 256  # whole chunks
+_LINK_BYTES: Final = 512 * _MIB
+# One image, as it is dropped before the next: and each stage's chunks leave some room in its shuttles.
+_BUDGET_IMAGES: Final = 1.125
+_SHUTTLE_BYTES: Final = 256 * _MIB
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--stages", type=int, default=4, help="stages, one cpu worker each (default: 4)")
+    add_device_argument(parser, "cpu")
+    add_cards_argument(parser, "all")
+    parser.add_argument("--stages", type=int, help="stages, on the cards in turn (default: one a card; on cpu: 4)")
     parser.add_argument(
-        "--link-bytes-per-s", type=float, default=200e6, help="rate of each stage's link (default: 2e8)"
+        "--link-bytes-per-s", type=float, default=200e6, help="on cpu: rate of each stage's link (default: 2e8)"
     )
-    parser.add_argument("--stage-mib", type=int, default=32, help="MiB a stage (default: 32)")
+    parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help=f"default: {LAYOUTS[0]}")
+    parser.add_argument("--tokens", type=int, default=_MODEL_TOKENS, help=f"on cuda (default: {_MODEL_TOKENS})")
+    parser.add_argument(
+        "--stage-mib", type=int, help=f"MiB a stage (default: {_CPU_STAGE_MIB} on cpu, --tokens on cuda)"
+    )
 
 
 def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report:
     """Run all rounds. Raises `CommandError` and what the client raises."""
+    plan = _Plan(args)
     rows: list[Row] = []
     with ExitStack() as stack:
-        arms = {name: _Arm(stack, args, parallel=name == "parallel") for name in ("serial", "parallel")}
+        arms = {name: _Arm(stack, plan, parallel=name == "parallel") for name in ("serial", "parallel")}
+        links = stack.enter_context(closing(open_links(plan.cards, _LINK_BYTES))) if plan.cards.on_cuda else None
         for number in range(args.rounds):
             progress(f"stages: round {number + 1} of {args.rounds}")
+            limits = _limits(links, plan)
+            rows += [{"round": number, "kind": "limit", **row} for row in limits]
             # The order changes from round to round, so that neither arm always has the warmer caches.
             names = list(arms) if number % 2 == 0 else list(reversed(arms))
             for name in names:
-                rows += [{"round": number, "arm": name, **row} for row in arms[name].measure(number)]
+                rows += [{"round": number, "arm": name, **row} for row in arms[name].measure(number, limits)]
         welcome = arms["parallel"].client.welcome
-    settings: Row = {
-        "simulated": True,
-        "link_bytes_per_s": args.link_bytes_per_s,
-        "stages": args.stages,
-        "bytes_per_stage": args.stage_mib * _MIB,
-    }
-    return Report(NAME, [{**row, "simulated": True} for row in rows], _ratios(rows, args.rounds), settings, welcome)
+        settings: Row = {
+            "simulated": not plan.cards.on_cuda,
+            "cards": list(plan.cards.names),
+            "stages": plan.stages,
+            "layout": args.layout,
+            "tokens": arms["parallel"].tokens,
+            "bytes_per_stage": arms["parallel"].stage_bytes,
+        }
+    if not plan.cards.on_cuda:
+        settings["link_bytes_per_s"] = args.link_bytes_per_s
+    marked: list[Row] = [{**row, "simulated": not plan.cards.on_cuda} for row in rows]
+    return Report(NAME, marked, _ratios(rows, args.rounds), settings, welcome, "kind", ratio_notes=_NOTES)
+
+
+_NOTES: Final[Mapping[str, str]] = {
+    "at_once_over_alone": "of the links alone: below 1 the cards share something, such as the host's memory",
+    "capture_link_over_limit": "slowest lane of a stage against its card's link, all cards at once",
+    "restore_link_over_limit": "the same",
+}
+
+
+class _Plan:
+    """What is measured where."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        on_cuda = wants_cuda(args)
+        wanted = str(args.stages or 4) if args.cards == "all" and not on_cuda else args.cards
+        self.cards: Final[Cards] = chosen_cards(wanted, on_cuda=on_cuda)
+        self.stages: Final[int] = len(self.cards.names) if args.stages is None else args.stages
+        self.layout: Final[str] = args.layout
+        self.link_bytes_per_s: Final[float] = 0.0 if on_cuda else args.link_bytes_per_s
+        if self.stages < 1 or args.tokens < 1 or (args.stage_mib is not None and args.stage_mib < 1):
+            what = "--stages, --tokens and --stage-mib must be at least 1"
+            raise CommandError(ExitCode.USAGE, "bad_value", what)
+        planes = max(_MODEL_PLANES // self.stages, 1)
+        self.form: Final = PlaneForm(planes, _MODEL_TOKEN_BYTES) if on_cuda else _CPU_FORM
+        if args.stage_mib is not None or not on_cuda:
+            self.stage_bytes: int = (args.stage_mib or _CPU_STAGE_MIB) * _MIB
+        else:
+            self.stage_bytes = args.tokens * planes * _MODEL_TOKEN_BYTES
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Of a daemon that holds one image."""
+        image_bytes = self.stages * self.stage_bytes
+        spare_bytes = len(self.cards.names) * _SHUTTLE_BYTES if self.cards.on_cuda else 0
+        return {
+            "daemon.devices": self.cards.devices,
+            "cpu_device.link_bytes_per_s": f"{self.link_bytes_per_s:g}",
+            "ram.budget_bytes": str(int(_BUDGET_IMAGES * image_bytes) + spare_bytes),
+        }
 
 
 class _Arm:
     """One of the two daemons, with its engine."""
 
-    def __init__(self, stack: ExitStack, args: argparse.Namespace, *, parallel: bool) -> None:
-        stage_bytes = args.stage_mib * _MIB
-        daemon = stack.enter_context(
-            PrivateDaemon.start(
-                {
-                    "daemon.devices": f"cpu:{args.stages}",
-                    "copy.parallel": str(parallel).lower(),
-                    "cpu_device.link_bytes_per_s": f"{args.link_bytes_per_s:g}",
-                    "ram.budget_bytes": str(_SPARE_IMAGES * args.stages * stage_bytes),
-                }
-            )
-        )
+    def __init__(self, stack: ExitStack, plan: _Plan, *, parallel: bool) -> None:
+        daemon = stack.enter_context(PrivateDaemon.start({**plan.settings, "copy.parallel": str(parallel).lower()}))
         self.client: Final[Client] = stack.enter_context(daemon.connect()[0])
         if self.client.welcome.parallel is not parallel:
             raise CommandError(ExitCode.FAILED, "bad_value", "the daemon did not take copy.parallel", "report it")
-        devices = [f"cpu:{stage}" for stage in range(args.stages)]
-        self._engine = stack.enter_context(
-            CpuEngine.register(
-                self.client, devices, tokens=stage_bytes // _ROW_BYTES, row_bytes=_ROW_BYTES, slots=_SLOTS
-            )
-        )
-        self._tokens = token_ids(self._engine.tokens, 0)
-        self._least_s = stage_bytes / args.link_bytes_per_s * (1 if parallel else args.stages)
-        self.measure(-1)  # first touch of the shuttles and pools is no part of the measurement
+        opened = open_on(self.client, plan.layout, plan.stages, plan.stage_bytes, 1, cards=plan.cards, form=plan.form)
+        self._source: Final[CopySource] = stack.enter_context(opened)
+        self._places = plan.cards.of_stages(plan.stages)
+        self.stage_bytes: Final = self._source.image_bytes // plan.stages
+        self.tokens: Final = self.stage_bytes // (plan.form.planes * plan.form.token_bytes)
+        rate = plan.link_bytes_per_s
+        self._least_s = self.stage_bytes / rate * (1 if parallel else plan.stages) if rate else None
+        self.measure(-1, ())  # first touch of the shuttles and pools is no part of the measurement
 
-    def measure(self, number: int) -> list[Row]:
-        """Capture one slot, restore it into the other, wiped one, compare."""
-        engine = self._engine
-        engine.stamp(0, number + 2)
-        engine.zero(1)
-        capture_s = _timed(
-            lambda: engine.engine.capture("conversation", self._tokens, rows=engine.rows[0], slot=0).result()
-        )
-        restore_s = _timed(lambda: engine.engine.restore("conversation", rows=engine.rows[1], slot=1).result())
-        if engine.digests(0) != engine.digests(1):
+    def measure(self, number: int, limits: Sequence[Row]) -> list[Row]:
+        """Capture, wipe, restore, compare."""
+        source, conversation = self._source, "conversation"
+        source.refill(number + 2)
+        captured, capture_s = timed(lambda: source.capture(conversation))
+        source.wipe()
+        restored, restore_s = timed(lambda: source.restore(conversation))
+        if not source.is_exact():
             raise CommandError(ExitCode.FAILED, "damaged", "the restored bytes differ from the captured", "report it")
-        common: Row = {"bytes": engine.image_bytes, "byte_exact": True, "link_limit_s": round(self._least_s, 4)}
-        return [
-            {"op": "capture", "seconds": round(capture_s, 5), **common},
-            {"op": "restore", "seconds": round(restore_s, 5), **common},
-        ]
+        self.client.drop(NAMESPACE, conversation)
+        rows: list[Row] = []
+        for op, reply, seconds in ((CAPTURE, captured, capture_s), (RESTORE, restored, restore_s)):
+            slowest_s = max(stage.lane_s for stage in reply.stages)
+            row: Row = {
+                "kind": "operation",
+                "op": op,
+                "seconds": round(seconds, 5),
+                "bytes": source.image_bytes,
+                "gb_per_s": round(source.image_bytes / seconds / 1e9, 3),
+                "slowest_lane_s": round(slowest_s, 5),
+                "byte_exact": True,
+            }
+            if self._least_s is not None:
+                row["link_limit_s"] = round(self._least_s, 4)
+            rows += [row, *self._lanes(op, reply, limits)]
+        return rows
+
+    def _lanes(self, op: str, reply: Captured | Restored, limits: Sequence[Row]) -> list[Row]:
+        """What each stage's lane made of its card's link."""
+        found = {str(limit["card"]): limit for limit in limits if limit["way"] == op}
+        rows: list[Row] = []
+        for outcome in reply.stages if found else ():
+            place = self._places[outcome.stage]
+            rate = outcome.moved_bytes / outcome.lane_s / 1e9
+            row: Row = {
+                "kind": "lane",
+                "op": op,
+                "stage": outcome.stage,
+                "card": place,
+                "moved_bytes": outcome.moved_bytes,
+                "lane_s": round(outcome.lane_s, 5),
+                "copy_s": round(outcome.copy_s, 5),
+                "digest_s": round(outcome.digest_s, 5),
+                "gb_per_s": round(rate, 3),
+            }
+            for name in ("alone", "at_once"):
+                (limit,) = column([found[place]], f"{name}_gb_per_s")
+                row[f"over_{name}"] = round(rate / limit, 4)
+            rows.append(row)
+        return rows
 
 
-def _timed(call: Callable[[], object]) -> float:
-    started_s = time.perf_counter()
-    call()
-    return time.perf_counter() - started_s
+def _limits(links: Links | None, plan: _Plan) -> list[Row]:
+    """What the links can do without a daemon; of simulated ones it is known."""
+    if links is not None:
+        return survey(links, plan.cards.names, _OPS)
+    return []
 
 
 def _ratios(rows: Sequence[Row], rounds: int) -> Row:
     """Serial over parallel of each round; the least of them counts."""
-    by_op: dict[str, list[float]] = {"capture": [], "restore": []}
+    by_op: dict[str, list[float]] = {CAPTURE: [], RESTORE: []}
     for op, ratios in by_op.items():
         for number in range(rounds):
             (serial_s,) = column(rows, "seconds", round=number, op=op, arm="serial")
             (parallel_s,) = column(rows, "seconds", round=number, op=op, arm="parallel")
             ratios.append(round(serial_s / parallel_s, 3))
-    return {
-        "parallel_over_serial": worst_low([*by_op["capture"], *by_op["restore"]]),
-        "capture_parallel_over_serial": worst_low(by_op["capture"]),
-        "restore_parallel_over_serial": worst_low(by_op["restore"]),
+    found: Row = {
+        "parallel_over_serial": worst_low([*by_op[CAPTURE], *by_op[RESTORE]]),
+        "capture_parallel_over_serial": worst_low(by_op[CAPTURE]),
+        "restore_parallel_over_serial": worst_low(by_op[RESTORE]),
     }
+    if column(rows, "at_once_over_alone"):
+        found["at_once_over_alone"] = worst_low(column(rows, "at_once_over_alone", card="all"))
+        for op in _OPS:
+            lanes = [row for row in rows if row["kind"] == "lane" and row["arm"] == "parallel" and row["op"] == op]
+            found[f"{op}_link_over_limit"] = worst_low(column(lanes, "over_at_once"))
+            found[f"{op}_link_over_alone"] = worst_low(column(lanes, "over_alone"))
+    return found

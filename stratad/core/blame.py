@@ -1,9 +1,10 @@
 """Whose copies kill workers: which operation a worker's death is held against, and what follows from it.
 
-A death is held against a job where that is certain: the one that reported a lost device, the one that passed its
-deadline, or the only one that can have been running. Where several can, all of them are suspects from then on: each has
-the worker to itself until it has ended well once, so that another death tells. The second death in a row that is held
-against an image quarantines it; of what has no image yet, the conversation or slot of the engine that is captured.
+A death is held against a job where that is certain: the one that reported a lost device, the one that was under way on
+the lane that let a deadline pass, or the only one that can have been under way. Where several can, all of them are
+suspects from then on: each has the worker to itself until it has ended well once, so that another death tells. The
+second death in a row that is held against an image quarantines it; of what has no image yet, the conversation or slot
+of the engine that is captured.
 
 Such a death counts towards giving the worker up only if it speaks against the worker as well: its process has done
 nothing well before, and the death before it was somebody else's.
@@ -11,7 +12,7 @@ nothing well before, and the death before it was somebody else's.
 
 from collections.abc import Iterable, Iterator
 
-from ipc.messages import CudaIpcPool
+from stratad.core import journaling
 from stratad.core.failures import Refusal
 from stratad.core.images import Image, Suspect
 from stratad.core.ops import Operation, OpKind
@@ -97,20 +98,14 @@ def stands_back(state: State, op: Operation, worker: Worker) -> bool:
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 
-def _candidates(state: State, worker: Worker) -> Iterator[Operation]:
-    """The operations one of whose jobs can have been running. Each lane runs its jobs in order, but for those that wait
-    for their engine's event.
+def _candidates(worker: Worker) -> Iterator[Operation]:
+    """The operations one of whose jobs can have been under way, on a lane that hung where any did. A lane copies one
+    job at a time, but which one only its process could say.
     """
-    seen: set[bool] = set()
-    for job in sorted(worker.jobs):
-        op, stage = worker.jobs[job]
-        if op.reads_rows in seen:
-            continue
-        yield op
-        engine = state.engines.get(op.engine_id)
-        pool = engine.stages[stage].stage.pool if engine is not None else None
-        if not (op.ordered == "event" and isinstance(pool, CudaIpcPool)):
-            seen.add(op.reads_rows)
+    hung, known = worker.life.hung, worker.life.under_way
+    for job, (op, _) in worker.jobs.items():
+        if (known is None or job in known) and (not hung or op.reads_rows in hung):
+            yield op
 
 
 def accuse(state: State, worker: Worker, op: Operation) -> None:
@@ -125,7 +120,7 @@ def settle(state: State, worker: Worker) -> bool:
     """
     life = worker.life
     if life.culprit is None and not life.excused:
-        found = {op.op_id: op for op in _candidates(state, worker)}
+        found = {op.op_id: op for op in _candidates(worker)}
         if len(found) == 1:
             accuse(state, worker, next(iter(found.values())))
         _watch(state, worker, found.values() if len(found) > 1 else ())
@@ -160,6 +155,7 @@ def _hold_against(state: State, worker: Worker, suspect: Suspect, op: Operation)
     state.suspects.discard(suspect)
     if op.image is not None:
         state.catalog.quarantine(op.image)
+        journaling.record_flags(state, [op.image])
     else:
         suspect.quarantined = True
     state.count("quarantined")
@@ -195,7 +191,9 @@ def lift(state: State, namespace: str, images: Iterable[Image], conversation: st
     """Lift the quarantine of images and, with `sources`, of what engines of the namespace copy as `conversation` ("":
     all that they copy); how many were quarantined.
     """
-    lifted = sum(state.catalog.lift(image) for image in images)
+    served = [image for image in images if state.catalog.lift(image)]
+    journaling.record_flags(state, served)
+    lifted = len(served)
     for engine in state.engines.values():
         if not sources or engine.namespace != namespace:
             continue

@@ -12,9 +12,11 @@ from ipc.messages import (
     EventAwaited,
     Failed,
     FaultStruck,
+    GroupRestored,
     Hello,
     JobDone,
     JobFailed,
+    LaneMoving,
     PoolClosed,
     PoolFailed,
     PoolOpened,
@@ -267,11 +269,8 @@ class Core:
         match report:
             case JobDone():
                 jobs.job_done(state, worker, report)
-            case EventAwaited():
-                jobs.event_awaited(state, worker, report)
-                return self._end()
-            case SourceFree():
-                jobs.source_free(state, worker, report)
+            case EventAwaited() | GroupRestored() | LaneMoving() | SourceFree():
+                jobs.moves_on(state, worker, report)
                 return self._end()
             case JobFailed():
                 jobs.job_failed(state, worker, report)
@@ -362,14 +361,19 @@ class Core:
             arenas.kill(state, worker, "worker_died", reason)
         return self._end()
 
-    def worker_gone(self, name: str, generation: int, reason: str, at: Instant) -> list[Effect]:
-        """Proof that a worker's process is gone. Its jobs fail, its extents and rows are free, it is started again."""
+    def worker_gone(
+        self, name: str, generation: int, reason: str, at: Instant, *, under_way: tuple[int, ...] | None = None
+    ) -> list[Effect]:
+        """Proof that a worker's process is gone. Its jobs fail, its extents and rows are free, it is started again.
+        `under_way` are the jobs that it was copying; None: any may have been.
+        """
         state = self._begin(at)
         worker = state.workers[name]
         if worker.generation != generation or worker.state in GONE:
             return self._end()
         code = worker.kill_code or "worker_died"
         worker.kill_code = ""
+        worker.life.under_way = under_way
         lives.ended(state, worker, reason)
         worker.mapped.clear()
         worker.locked.clear()

@@ -30,7 +30,7 @@ def find(state: State, op: Operation, draft: Draft) -> Hints | None:
     if known is not None and (
         state.catalog.images.get(known.image.image_id) is not known.image or not known.image.findable
     ):
-        op.looked, op.hints = False, None
+        op.forget_hints()
     if not op.looked:
         op.looked = True
         nearest = state.catalog.nearest(draft)
@@ -46,7 +46,8 @@ def _hints(state: State, engine: Engine, draft: Draft, image: Image, common: int
     for stage, (layout, spans) in enumerate(zip(engine.layouts, draft.spans, strict=True)):
         if id(layout) not in pairs:
             pairs[id(layout)] = _pairs(layout, spans, image, common)
-        ready = state.workers[draft.scope.workers[stage]].ready
+        worker = state.workers[draft.scope.workers[stage]]
+        ready, lost = worker.ready, worker.arena.lost
         chunks = image.stages[stage]
         if ready is None or len(chunks) != layout.chunk_count(image.token_count, len(image.positions)):
             return None
@@ -57,6 +58,8 @@ def _hints(state: State, engine: Engine, draft: Draft, image: Image, common: int
                 for number, theirs in pairs[id(layout)]
                 if (chunk := chunks[theirs]).key.key_id == ready.key_id
                 and (in_host_memory or chunk.key.algorithm == ready.digest_algorithm)
+                # The image of a lost shuttle is there until its end is recorded.
+                and not (lost and any(extent.shuttle in lost for extent in chunk.place.extents))
             }
         )
     return Hints(image, tuple(found)) if any(found) else None

@@ -326,6 +326,7 @@ def _restore_image(state: State, engine: Engine, request: Restore) -> Operation:
     if request.take and image.pinned:
         raise Refusal("pinned", f"image {image.image_id} is pinned: it can be restored but not taken")
     op = _restore(state, engine, request, image, request.tokens)
+    op.layered = request.layered
     if request.take and image.taken and not leases.give_up_take(state, engine.client, image.image_id):
         raise Refusal("image_busy", f"image {image.image_id} is being taken by another call")
     if request.take:

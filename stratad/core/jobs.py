@@ -14,8 +14,10 @@ from ipc.messages import (
     DigestJob,
     EventAwaited,
     Failed,
+    GroupRestored,
     JobDone,
     JobFailed,
+    LaneMoving,
     Marked,
     PartLoaded,
     PartStored,
@@ -91,13 +93,25 @@ def _give_time(state: State, worker: Worker, run: StageRun, wait_s: float = 0.0)
     state.wake_by(run.deadline_s)
 
 
-def event_awaited(state: State, worker: Worker, report: EventAwaited) -> None:
-    """A stage waits for its engine's event, or no longer does; the worker gives it up at the caller's deadline."""
+def moves_on(state: State, worker: Worker, report: EventAwaited | GroupRestored | LaneMoving | SourceFree) -> None:
+    """A worker says how far a job is that has not ended. A stage that waits for its engine's event has the time of its
+    copy after that; the worker gives it up at the caller's deadline. Where a lane goes on, its jobs have theirs anew.
+    """
     found = worker.jobs.get(report.job)
-    if found is not None:
-        op, stage = found
-        wait_s = 0.0 if report.reached else max(op.deadline_s - state.now_s, LEAST_EVENT_WAIT_S)
-        _give_time(state, worker, op.stages[stage], wait_s)
+    if found is None:
+        return
+    op, stage = found
+    match report:
+        case EventAwaited():
+            wait_s = 0.0 if report.reached else max(op.deadline_s - state.now_s, LEAST_EVENT_WAIT_S)
+            _give_time(state, worker, op.stages[stage], wait_s)
+        case LaneMoving():
+            worker.moved_s[op.reads_rows] = state.now_s
+        case GroupRestored():
+            if op.layered:
+                state.reply(op.client, Progress(op.seq, "group", stage, report.group))
+        case SourceFree():
+            _source_free(state, op, stage)
 
 
 def why_not_sent(run: StageRun, worker: Worker) -> str:
@@ -156,6 +170,7 @@ def _command(op: Operation, run: StageRun, pool: int, poll_event: bool, event_wa
         kind,
         stage,
         op.resident_tokens,
+        op.layered,
     )
 
 
@@ -170,14 +185,10 @@ def cancel(state: State, op: Operation) -> None:
             fail_missed(state, op, run, "cancelled", "the operation was cancelled")
 
 
-def source_free(state: State, worker: Worker, report: SourceFree) -> None:
+def _source_free(state: State, op: Operation, stage: int) -> None:
     """A capture's stage no longer reads the rows; when all of them do not, the client may write them again. Where it is
     not known yet whether a second job will have to read them, they stay as they are.
     """
-    found = worker.jobs.get(report.job)
-    if found is None:
-        return
-    op, stage = found
     run = op.stages[stage]
     if run.state is not StageState.SENT or not op.captures:  # what is written stays fenced up to the job's end
         return
@@ -298,7 +309,7 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
         for image in flagged:
             state.count("images_damaged")
             state.log("error", "image damaged", image=image.image_id, stage=stage, chunk=report.chunk)
-        journaling.record_damage(state, flagged)
+        journaling.record_flags(state, flagged)
     _fail_stage(
         state,
         op,
@@ -323,8 +334,8 @@ def worker_gone(state: State, worker: Worker, code: str, message: str) -> None:
 
 
 def due_s(worker: Worker, op: Operation, run: StageRun) -> float:
-    """When a worker that has not answered a job hangs. Its lanes take one job after the other, and jobs cost time
-    besides their bytes: as long as a lane ends jobs well, those behind it have their time anew.
+    """When a worker that has not answered a job hangs. A lane copies one job at a time, those that came later may go
+    first, and jobs cost time besides their bytes: as long as it goes on with any, all have their time anew.
     """
     return max(run.deadline_s, worker.moved_s[op.reads_rows] + run.patience_s)
 
@@ -337,7 +348,7 @@ def check_deadlines(state: State) -> None:
         late = [j for j, (op, stage) in worker.jobs.items() if due_s(worker, op, op.stages[stage]) <= state.now_s]
         if late:
             state.count("workers_hung")
-            blame.accuse(state, worker, worker.jobs[min(late)][0])  # lanes take their jobs in order
+            worker.life.hung = frozenset(worker.jobs[job][0].reads_rows for job in late)
             arenas.kill(state, worker, "worker_hung", f"job {min(late)} passed its deadline", excused=False)
 
 

@@ -123,11 +123,11 @@ def record_again(state: "State", images: Iterable[Image], then: Then, otherwise:
     )
 
 
-def record_damage(state: "State", images: Iterable[Image]) -> None:
-    """Record which chunks of images are damaged, as far as it can be: another daemon would find out by itself, but
-    might share a damaged chunk with a new image before.
+def record_flags(state: "State", images: Iterable[Image]) -> None:
+    """Record which images are quarantined and which of their chunks are damaged, as far as it can be. Another daemon
+    would find out by itself, but at the price of workers, and it might share a damaged chunk with a new image before.
     """
-    listed = [image for image in images if not image.transit]
+    listed = [image for image in images if state.catalog.images.get(image.image_id) is image]
     for image in listed:
         record_again(state, [image], lambda _: None, lambda _, __: None, pinned=image.pinned)
 

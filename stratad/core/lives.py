@@ -218,7 +218,7 @@ def order(state: State, client: int, request: RestartWorker | ResetWorker) -> No
 
     def written(state: State) -> None:
         for image in images:
-            if image.transit:
+            if image.image_id in state.catalog.transits:  # it may have gone while the record was written
                 _drop_transit(state, image)
         _carry_out(state, worker, client, request, len(images))
 

@@ -97,6 +97,7 @@ def _end(state: State, op: Operation, worker: Worker, index: int, cause: str) ->
         if run.worker == worker.name and run.state is StageState.PENDING
     )
     if op.state is OpState.WAITING:
+        op.forget_hints()
         if reads or (op.piece is not None and op.piece.put.ended):
             jobs.fail(state, op, "damaged", cause)
     elif reads:

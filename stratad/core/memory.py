@@ -34,6 +34,8 @@ FRESH_S = 1.0
 # What the supervisor's records take, measured with 50 000 to 200 000 chunks (CPython 3.11, x86-64); tokens are counted.
 CHUNK_RECORD_BYTES = 600
 IMAGE_RECORD_BYTES = 1000
+# Where the latest record of an image or a worker lies in the journal.
+INDEX_ENTRY_BYTES = 240
 
 SUPERVISOR = (Role.SUPERVISOR, "")
 TEMPLATE = (Role.TEMPLATE, "")
@@ -208,11 +210,14 @@ def _supervisor_claims(state: State) -> list[Claim]:
     # Published images are counted as they come and go; the tokens of an open put are its image's only once it is one.
     open_bytes = sum(len(put.draft.tokens) for engine in state.engines.values() for put in engine.puts.values())
     tokens_bytes = catalog.token_bytes + open_bytes
-    held_bytes = tokens_bytes + records_bytes
+    recorded = len(catalog.images) + sum(worker.recorded for worker in state.workers.values())
+    index_bytes = recorded * INDEX_ENTRY_BYTES
+    held_bytes = tokens_bytes + records_bytes + index_bytes
     memory.most_held_bytes = max(memory.most_held_bytes, held_bytes)
     return [
         Claim("tokens", "anon", tokens_bytes, "counted"),
         Claim("catalog", "anon", records_bytes, "estimate"),
+        Claim("journal index", "anon", index_bytes, "estimate"),
         Claim("samples", "anon", memory.samples_bytes(state.settings.memory.keep), "counted"),
         Claim("trace", "anon", state.trace.held_bytes, "estimate"),
         Claim("dropped records", "anon", memory.most_held_bytes - held_bytes, "at most"),

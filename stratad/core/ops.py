@@ -206,6 +206,7 @@ class Operation:
     positions: tuple[int, ...] = ()
     points: tuple[int, ...] | None = None
     keep: bool = False
+    layered: bool = False
     source_slot: int = -1
     staged: Staged | None = None
     image: Image | None = None
@@ -237,6 +238,10 @@ class Operation:
         if state is None:
             raise InvalidTransition(f"operation {self.op_id}", self.state.value, event)
         self.state = state
+
+    def forget_hints(self) -> None:
+        """Look for hints again; what it needs is counted anew."""
+        self.hints, self.looked, self.need = None, False, {}
 
     @property
     def captures(self) -> bool:

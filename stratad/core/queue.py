@@ -76,9 +76,7 @@ def _refuse_dead(state: State, op: Operation, engine: Engine) -> None:
     for run in op.stages:
         worker = state.workers[run.worker]
         if worker.state in UNAVAILABLE:
-            raise Refusal(
-                "worker_unavailable", f"worker {worker.name} is {worker.state.value}: {worker.detail}", stage=run.stage
-            )
+            raise Refusal("worker_unavailable", worker.why_unavailable, stage=run.stage)
         stage = engine.stages[run.stage]
         if stage.state is PoolState.FAILED:
             raise Refusal(stage.code, f"the pool could not be opened again: {stage.message}", stage=run.stage)
@@ -181,7 +179,8 @@ def _space(state: State, op: Operation) -> str:
     except Refusal as refusal:
         if refusal.code != "no_space" or found is None or found.image is state.catalog.previous(draft):
             raise
-        op.hints, op.need = None, {}  # its image may be what stands in the way
+        op.forget_hints()  # their image may be what stands in the way
+        op.looked = True
         return _space(state, op)
     if obstacle:
         return obstacle

@@ -12,7 +12,7 @@ import msgspec
 from ipc.messages import DIGEST_BYTES
 from shm.extent import ChunkPlace, pack_places, unpack_places
 from shm.rows import pack_numbers, unpack_numbers
-from stratad.core.images import Chunk, ChunkKey, Image, ImagePart, Scope
+from stratad.core.images import Chunk, ChunkKey, Image, ImagePart, Scope, Suspect
 
 
 class RecordError(ValueError):
@@ -36,7 +36,7 @@ class StageRecord(msgspec.Struct, frozen=True):
 class ImageRecord(msgspec.Struct, frozen=True, tag_field="t", tag="image"):
     """One published image, and what must be known to serve it: the owner of its namespace and the fields of its
     fingerprint. It replaces every earlier record of `image_id`, and ends the image `supersedes`. `damaged` lists the
-    chunks that failed their digest as (stage, number).
+    chunks that failed their digest as (stage, number). A `quarantined` one has killed workers, and would again.
     """
 
     image_id: int
@@ -56,6 +56,7 @@ class ImageRecord(msgspec.Struct, frozen=True, tag_field="t", tag="image"):
     supersedes: int = 0
     damaged: tuple[tuple[int, int], ...] = ()
     parts: tuple[ImagePart, ...] | None = None
+    quarantined: bool = False
 
 
 class DropRecord(msgspec.Struct, frozen=True, tag_field="t", tag="drop"):
@@ -135,6 +136,7 @@ def image_record(
         supersedes,
         tuple((s, n) for s, chunks in enumerate(image.stages) for n, chunk in enumerate(chunks) if chunk.damaged),
         image.parts,
+        image.quarantined,
     )
 
 
@@ -210,4 +212,5 @@ def image_of(record: ImageRecord, stages: tuple[tuple[Chunk, ...], ...]) -> Imag
         used_unix_s=record.created_unix_s,
         pinned=record.pinned,
         parts=record.parts,
+        suspect=Suspect(quarantined=True) if record.quarantined else None,
     )

@@ -155,9 +155,7 @@ def _worker_for(state: State, stage: Stage) -> Worker:
             "foreign_device", f"no worker serves device {stage.device[:64]!r}; served are {known}", stage=stage.index
         )
     if worker.state in UNAVAILABLE:
-        raise Refusal(
-            "worker_unavailable", f"worker {worker.name} is {worker.state.value}: {worker.detail}", stage=stage.index
-        )
+        raise Refusal("worker_unavailable", worker.why_unavailable, stage=stage.index)
     if isinstance(stage.pool, CudaIpcPool) and stage.device.startswith("cpu:"):
         raise Refusal("bad_value", f"device {stage.device} cannot hold a pool of this kind", stage=stage.index)
     if stage.layout.chunk_tokens != state.settings.chunk_tokens:
@@ -195,7 +193,9 @@ def _open(state: State, engine: Engine, stage: EngineStage) -> None:
     if engine.registered:  # opened again: the engine has written since it read the probe
         description = msgspec.structs.replace(description, probe_offsets=b"", probe_bytes=b"")
     _order(state, worker)
-    state.out.append(SendTo(worker.name, OpenPool(stage.pool, description, client.pid, client.start_ticks)))
+    state.out.append(
+        SendTo(worker.name, OpenPool(stage.pool, description, client.pid, client.start_ticks, engine.engine_id))
+    )
 
 
 def _order(state: State, worker: Worker) -> None:
@@ -248,8 +248,7 @@ def worker_given_up(state: State, worker: Worker) -> None:
             continue
         for number, stage in enumerate(engine.stages):
             if stage.worker == worker.name:
-                text = f"worker {worker.name} is {worker.state.value}: {worker.detail}"
-                _refuse(state, engine, "worker_unavailable", text, number)
+                _refuse(state, engine, "worker_unavailable", worker.why_unavailable, number)
                 break
 
 

@@ -99,7 +99,8 @@ class Life:
 
     `leaving_s`: it said or showed that it ends, and is killed then. `making_by_s`, `pools_by_s`: by when the shuttle in
     the making, and the next of the `pool_orders` it was given, must be answered. `culprit`: what is to blame for its
-    end, by its operation `culprit_op`; `excused`: nothing of what it copies is.
+    end, by its operation `culprit_op`; `excused`: nothing of what it copies is. `hung`: lanes that let a deadline pass,
+    by `Operation.reads_rows`; `under_way`: the jobs that it was copying when it ended (None: nobody knows).
     """
 
     killed_s: float = 0.0
@@ -114,6 +115,8 @@ class Life:
     culprit_op: Operation | None = None
     boot_failed: BootFailed | None = None
     ordered: bool = False  # its end was ordered by an admin
+    hung: frozenset[bool] = frozenset()
+    under_way: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +159,9 @@ class Worker:
     grow_again_s: float = 0.0
     jobs: dict[int, tuple[Operation, int]] = field(default_factory=dict)
     job_bytes: int = 0
-    moved_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # last good end by `Operation.reads_rows`
+    moved_s: list[float] = field(
+        default_factory=lambda: [0.0, 0.0]
+    )  # last sign of a lane's going on, by `Operation.reads_rows`
     resources: dict[str, int] = field(default_factory=dict)
     census: int = 0
     counted: int = 0  # the latest census that was answered
@@ -165,6 +170,17 @@ class Worker:
     def can_serve(self) -> bool:
         """Whether it takes jobs now."""
         return self.state is WorkerState.READY and self.life.leaving_s == math.inf
+
+    @property
+    def why_unavailable(self) -> str:
+        """For people who ask for one of `UNAVAILABLE`, with what would mend it."""
+        text = f"worker {self.name} is {self.state.value}: {self.detail}"
+        if self.state is WorkerState.FAILED:
+            text += (
+                f"; `stratactl worker restart {self.name}` starts it again, or `stratactl worker reset {self.name}` "
+                "with an empty arena"
+            )
+        return text
 
     @property
     def next_index(self) -> int:

@@ -38,7 +38,15 @@ from stratad.bench.engine_wire import (
 )
 from stratad.bench.engines import EngineError, EngineOptions, EngineProcess
 from stratad.bench.report import hardware
-from stratad.ctl.demo_model import check_device, check_libraries, check_stages, folder_layers, layers_of, model_folder
+from stratad.ctl.demo_model import (
+    check_cards,
+    check_device,
+    check_libraries,
+    check_stages,
+    folder_layers,
+    layers_of,
+    model_folder,
+)
 from stratad.ctl.demo_text import FIRST_BODY, FIRST_QUESTION, SECOND_BODY, SECOND_QUESTION
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import Answer, CommandError, JsonObject, human_bytes, table
@@ -59,7 +67,9 @@ PROMISED_RATIO: Final = 3.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says. `device` is ``auto``, ``cpu`` or ``cuda``."""
+    """What the command line says. `device` is ``auto``, ``cpu`` or ``cuda``; with `cards` above 1 the layers are split
+    over so many GPUs.
+    """
 
     model: str
     tokens: int
@@ -67,6 +77,12 @@ class Settings:
     device: str
     dtype: str
     continue_tokens: int
+    cards: int = 1
+
+    @property
+    def engine_device(self) -> str:
+        """As an engine process is told it."""
+        return self.device if self.cards == 1 else ",".join(f"cuda:{card}" for card in range(self.cards))
 
 
 @dataclass(frozen=True)
@@ -121,7 +137,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "SmolLM2-135M-Instruct, downloaded and converted once)",
     )
     parser.add_argument("--tokens", type=int, default=1200, help="tokens of each prompt (default: 1200)")
-    parser.add_argument("--stages", type=int, default=2, help="stages that the layers are split over (default: 2)")
+    parser.add_argument("--stages", type=int, help="stages that the layers are split over (default: 2, or --cards)")
+    parser.add_argument(
+        "--cards",
+        type=int,
+        default=1,
+        help="GPUs that the layers lie on: more than one have one stage each (default: 1)",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument(
@@ -135,13 +157,15 @@ def run_demo(args: argparse.Namespace) -> Answer:
     Raises:
         CommandError: it could not be carried out (it was carried out with another outcome: an answer with exit code 1).
     """
-    settings = Settings(args.model, args.tokens, args.stages, args.device, args.dtype, args.continue_tokens)
+    stages = args.stages if args.stages is not None else max(args.cards, 2)
+    settings = Settings(args.model, args.tokens, stages, args.device, args.dtype, args.continue_tokens, args.cards)
+    check_cards(settings.cards, settings.stages, settings.device)
     for name, value in (("tokens", settings.tokens), ("continue", settings.continue_tokens)):
         if value < 1:
             raise CommandError(ExitCode.USAGE, "bad_value", f"--{name} must be at least 1, got {value}")
     check_stages(settings.stages, layers_of(settings.model))
     check_libraries(settings.model)
-    check_device(settings.device)
+    check_device(settings.device, settings.cards)
     with tempfile.TemporaryDirectory(prefix="stratad-demo-") as temp, _terminated_as_interrupted():
         model = model_folder(settings.model)
         if not model.startswith(RANDOM_PREFIX):
@@ -193,7 +217,7 @@ class _Demo:
     def _reference(self) -> tuple[Ready, list[Talk]]:
         """Both conversations in a process that knows no daemon."""
         _say("the reference: both conversations in a process that never parks")
-        with EngineProcess.start(self._options(self._settings.device, None), self._log) as engine:
+        with EngineProcess.start(self._options(self._settings.engine_device, None), self._log) as engine:
             ready = engine.ready(_LOAD_S)
             texts = (("A", FIRST_BODY, FIRST_QUESTION), ("B", SECOND_BODY, SECOND_QUESTION))
             talks: list[Talk] = []

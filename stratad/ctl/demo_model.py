@@ -49,15 +49,31 @@ def check_libraries(model: str) -> None:
         raise CommandError(ExitCode.FAILED, "not_installed", what, LIBRARIES_FIX)
 
 
-def check_device(device: str) -> None:
+def check_cards(cards: int, stages: int, device: str) -> None:
+    """Whether so many cards can have the stages.
+
+    Raises:
+        CommandError: they cannot.
+    """
+    if cards < 1 or (cards > 1 and cards != stages):
+        what = f"--cards {cards} with --stages {stages}: several cards have one stage each"
+        raise CommandError(ExitCode.USAGE, "bad_value", what, "leave --stages out, or give as many")
+    if cards > 1 and device == "cpu":
+        raise CommandError(ExitCode.USAGE, "bad_value", f"--cards {cards} with --device cpu", "cards are GPUs")
+
+
+def check_device(device: str, cards: int = 1) -> None:
     """Whether ``cuda`` can be had. Torch is asked in a process of its own: a driver that hangs must not hang us.
 
     Raises:
-        CommandError: torch sees no GPU.
+        CommandError: torch sees no GPU, or fewer than `cards`.
     """
-    if device != "cuda":
+    if device != "cuda" and cards == 1:
         return
     seen = torch_sees_gpus()
+    if not seen.trouble and seen.gpus < cards:
+        what = f"--cards {cards}, but torch sees {seen.gpus} GPUs"
+        raise CommandError(ExitCode.USAGE, "bad_value", what, "give fewer --cards")
     if seen.trouble:
         fix = f"give --device cpu or --device auto; for a GPU: {TORCH_FIX}"
         raise CommandError(ExitCode.USAGE, "bad_value", f"--device cuda, but {seen.trouble}", fix)

@@ -27,11 +27,13 @@ def doctor(target: Target, connect: Connect, *, config_file: Path | None, try_to
         doctor_memory,
         doctor_segments,
         doctor_service,
+        doctor_topology,
     )
 
     asked = functools.cache(lambda: doctor_daemon.daemon(target, connect))
     examinations: dict[str, Examine] = {
         "devices": lambda: doctor_host.devices(try_torch=try_torch),
+        "topology": lambda: doctor_topology.topology_of(asked().stats),
         "kernel": doctor_host.kernel,
         "user": lambda: doctor_service.user(doctor_daemon.owner(target).uid),
         "service": lambda: doctor_service.unit(doctor_daemon.daemon_pid(target)),

@@ -9,7 +9,7 @@ from shm.process import is_gone
 from stratad.core.records import WorkerRecord, replay
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import Answer, CommandError, JsonObject, human_bytes
-from stratad.journal import ForeignJournal, read_journal, remove_journal
+from stratad.journal import ForeignJournal, is_written, read_journal, remove_journal
 from stratad.lock import InstanceLock, InstanceLocked, lock_path
 
 # A worker ends within a second of its daemon.
@@ -31,6 +31,7 @@ def purge(instance: str, *, yes: bool) -> Answer:
     except OSError as exc:
         raise CommandError(ExitCode.FAILED, "not_permitted", str(exc), "run it as the daemon's user") from exc
     try:
+        _refuse_served(instance)
         contents = read_journal(instance)
         left = replay(contents.records)
         segments = list_segments(instance)
@@ -52,6 +53,20 @@ def purge(instance: str, *, yes: bool) -> Answer:
     else:
         lines = [f"removed of {what}"] if yes else [what, "with --yes they are removed"]
     return Answer(lines=lines, data=data)
+
+
+def _refuse_served(instance: str) -> None:
+    """Somebody may have removed the lock's file from under a daemon that lives.
+
+    Raises:
+        CommandError: its journal is written still.
+    """
+    until_s = time.monotonic() + _END_S
+    while is_written(instance):
+        if time.monotonic() > until_s:
+            text = f"instance {instance!r} is served by a daemon that has lost its lock: its journal is written still"
+            raise CommandError(ExitCode.FAILED, "locked", text, "stop that daemon first")
+        time.sleep(_LOOK_S)
 
 
 def _await_end(workers: Mapping[str, WorkerRecord]) -> None:

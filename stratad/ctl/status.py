@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from ipc.messages import EngineInfo, ProcessMemory, StatsReply, WorkerInfo
+from stratad import topology
 from stratad.ctl.connection import DaemonClient
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.memory import warning_lines
@@ -43,11 +44,14 @@ def describe(stats: StatsReply, resident_of: ResidentOf) -> Answer:
     # What the wire leaves out where it is the default.
     data["memory_warnings"] = [msgspec.to_builtins(warning) for warning in stats.memory_warnings]
     data["journal_bytes"], data["journal_error"] = stats.journal_bytes, stats.journal_error
+    places = _places(stats.workers)
+    data["places"] = {device: place._asdict() for device, place in places.items()}
     data["processes"] = [msgspec.to_builtins(process) for process in processes]
     lines = [
         *_head(stats),
         "",
         *_workers(stats.workers),
+        *_place_lines(places),
         "",
         *_engines(stats),
         "",
@@ -145,6 +149,22 @@ def _workers(workers: Sequence[WorkerInfo]) -> list[str]:
         if worker.resources
     )
     return [*table(head, (_worker_cells(worker) for worker in workers)), *map(printable, resources)]
+
+
+def _places(workers: Sequence[WorkerInfo]) -> dict[str, topology.Place]:
+    """By device, where the driver and the kernel say that it is."""
+    pci = {gpu.uuid: gpu.pci for gpu in topology.listed_gpus()}
+    return {worker.device: topology.place_of(pci[worker.device]) for worker in workers if worker.device in pci}
+
+
+def _place_lines(places: Mapping[str, topology.Place]) -> list[str]:
+    if not places:
+        return []
+    rows = (
+        (device, place.pci, str(place.numa_node) if place.numa_node >= 0 else "-", cpu_ranges(place.cpus))
+        for device, place in places.items()
+    )
+    return ["", *table(("device", "PCI address", "NUMA node", "CPUs near it"), rows)]
 
 
 def _worker_cells(worker: WorkerInfo) -> tuple[str, ...]:

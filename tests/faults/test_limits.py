@@ -1,7 +1,9 @@
 """Limits of a process: open files, CPUs, and a log that takes nothing."""
 
+import contextlib
 import os
 import resource
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ipc.lifeline import MAX_STASHED, Lifeline
 from stratad.client import Client
+from stratad.door import PER_LIFELINE, STRANGERS, WHY
 from stratad.errors import DeadlineExceeded, NoSpace
-from stratad.open_files import LEAST, POOLS_PER_CLIENT
+from stratad.open_files import LEAST, POOLS_PER_CLIENT, SPARE_LEAST
+from stratad.paths import socket_paths
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import FakeEngine, slot_layout
 from tests.support.namespaces import MIB, SmallShm
@@ -129,7 +134,7 @@ def test_a_log_on_a_full_disk_stops_nothing_and_goes_on_later() -> None:
             check_round(engine, "a")
             text = log.read_text()
             assert text.count("worker gone") == 2, "what was said meanwhile waits for room"
-            assert text.splitlines()[0].startswith("DEBUG") or text.startswith(("INFO", "WARNING", "ERROR"))
+            assert text.splitlines()[0].split()[1] in ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def replace(client: Client) -> None:
@@ -147,3 +152,58 @@ def test_without_standard_descriptors_nothing_else_is_logged_to() -> None:
             assert Path(f"/proc/{pid}/fd/2").readlink() == Path("/dev/null")
         with FakeEngine(client, (LAYOUT,)) as engine:
             check_round(engine, "a")
+
+
+LOW = 1024  # the hard limit of a daemon that a flood of connections could exhaust
+
+
+def connect_raw(path: Path, count: int, stack: contextlib.ExitStack) -> None:
+    """Open connections that say nothing."""
+    for _ in range(count):
+        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        connection.connect(os.fspath(path))
+
+
+@pytest.mark.parametrize("with_lifeline", [False, True], ids=["strangers", "a client"])
+def test_connections_that_no_lifeline_stands_for_cost_the_daemon_nothing(with_lifeline: bool) -> None:
+    """ZeroMQ aborts the process that has no descriptor left for one."""
+    with DaemonProcess("cpu:1", prefix=("prlimit", f"--nofile={LOW}:{LOW}", "--")) as daemon:
+        with daemon.client() as client, FakeEngine(client, (LAYOUT,)) as engine:
+            check_round(engine, "a")
+        descriptors = len(list(Path(f"/proc/{daemon.pid}/fd").iterdir()))
+        paths = socket_paths(daemon.run_dir, daemon.instance)
+        with contextlib.ExitStack() as stack:
+            if with_lifeline:
+                stack.enter_context(Lifeline.connect(paths.life, 5.0))
+            connect_raw(paths.client, 2 * LOW, stack)
+            # Three for the lifeline: itself, the pidfd of its process, and a moment's copy.
+            most = descriptors + STRANGERS + (PER_LIFELINE + 3 if with_lifeline else 1)
+            wait_until(lambda: len(list(Path(f"/proc/{daemon.pid}/fd").iterdir())) <= most, what="the hanging up")
+            with daemon.client() as client, FakeEngine(client, (LAYOUT,)) as engine:
+                check_round(engine, "b")
+                assert client.stats().counters["peers_refused"] >= 2 * LOW - STRANGERS - 2 * PER_LIFELINE
+                assert client.stats().counters.get("internal_errors", 0) == 0
+        assert WHY in daemon.log
+        wait_until(lambda: len(list(Path(f"/proc/{daemon.pid}/fd").iterdir())) <= descriptors, what="the end of all")
+
+
+def test_pools_that_are_sent_leave_what_others_need() -> None:
+    """Descriptors that nobody registers: without a bound they would take those of ZeroMQ's next connections."""
+    with DaemonProcess("cpu:1") as daemon, daemon.client() as client, FakeEngine(client, (LAYOUT,)) as engine:
+        check_round(engine, "a")
+        paths = socket_paths(daemon.run_dir, daemon.instance)
+        pool = os.memfd_create("never-registered")
+        with Lifeline.connect(paths.life, 5.0) as lifeline, no_more_files(daemon.pid, SPARE_LEAST + 4):
+            for tag in range(MAX_STASHED):
+                lifeline.send_descriptor(tag, pool, 5.0)
+            check_round(engine, "a")  # whatever was sent before has been read
+            used = {int(path.name) for path in Path(f"/proc/{daemon.pid}/fd").iterdir()}
+            limit = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)[0]
+            assert SPARE_LEAST <= limit - len(used) < SPARE_LEAST + 4
+            with contextlib.ExitStack() as stack:
+                connect_raw(paths.client, STRANGERS + 4, stack)
+                check_round(engine, "a")
+        os.close(pool)
+        with daemon.client() as other, FakeEngine(other, (LAYOUT,)) as second:
+            check_round(second, "b")
+        assert client.stats().counters.get("internal_errors", 0) == 0

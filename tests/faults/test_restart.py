@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 import psutil
 import pytest
@@ -251,6 +252,30 @@ def test_purge_frees_what_a_stopped_daemon_kept(capsys: pytest.CaptureFixture[st
         assert len(daemon.segments()) == 4
         assert stratactl([*purge, "--yes"]) == 0
         assert daemon.segments() == []
+
+
+def test_a_daemon_whose_lock_was_removed_keeps_its_images(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither `purge` nor a daemon with another run directory takes them, although no worker is there to be seen."""
+    with DaemonProcess("cpu:1", {**KEEP, "restarts.backoff_first_s": "30"}) as daemon, daemon.client() as client:
+        with FakeEngine(client, LAYOUTS[:1]) as engine:
+            engine.capture("a", range(TOKENS), range(TOKENS))
+        psutil.Process(client.stats().workers[0].pid).kill()
+        wait_until(lambda: client.stats().workers[0].deaths == 1)
+        lock = MOUNT / f"stratad.{daemon.instance}.lock"
+        segments = daemon.segments()
+        wait_until(lock.exists)
+        lock.unlink()
+        assert stratactl(["--instance", daemon.instance, "purge", "--yes"]) != 0
+        assert "is served by" in capsys.readouterr().err
+        wait_until(lock.exists)
+        lock.unlink()
+        with tempfile.TemporaryDirectory(prefix="stratad-test-") as run_dir:
+            command = [run_dir if word == str(daemon.run_dir) else word for word in daemon.command()]
+            other = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        assert other.returncode == 3
+        assert "is served by another daemon" in other.stderr
+        assert set(segments) <= set(daemon.segments())
+        assert client.stats().images == 1
 
 
 def test_what_reading_a_large_journal_took_is_given_back() -> None:

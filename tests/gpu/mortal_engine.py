@@ -1,5 +1,5 @@
-"""An engine on a GPU in a process of its own that is there to be killed: two stages on one card, known bytes, driven by
-JSON lines on standard input.
+"""An engine in a process of its own that is there to be killed: two stages, on two GPUs where there are several, known
+bytes, driven by JSON lines on standard input.
 
 Orders: ``fill`` (by `seed`, on the stream and not waited for), ``mark``, ``plain``, ``write`` (invert a row on one
 stage), ``restore`` (into zeroed pools; then the rows are compared with what the fill with `seed` had at `source`),
@@ -18,6 +18,7 @@ import torch
 from shm.layout import Plane
 from stratad.client import Client, StagePool
 from stratad.errors import StratadError
+from tests.gpu.cards import card_of, synchronize
 from tests.support.client_rig import FINGERPRINT
 from tests.support.daemon import DaemonProcess
 from tests.support.layouts import stage_layout
@@ -34,20 +35,21 @@ class _Engine:
 
     def __init__(self, client: Client, namespace: str) -> None:
         self._client = client
-        self._pools = [torch.zeros(POOL_BYTES, dtype=torch.uint8, device="cuda") for _ in range(STAGES)]
-        stages = [StagePool("cuda:0", LAYOUT, pool) for pool in self._pools]
+        self._pools = [torch.zeros(POOL_BYTES, dtype=torch.uint8, device=card_of(stage)) for stage in range(STAGES)]
+        stages = [StagePool(str(pool.device), LAYOUT, pool) for pool in self._pools]
         self._engine = client.register("e", namespace, FINGERPRINT, stages)
 
     def answer(self, op: str, **told: object) -> dict[str, object]:
         match op:
             case "fill":
                 for stage, pool in enumerate(self._pools):
-                    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
-                    pool.copy_(_content(int(str(told["seed"])), stage))
+                    with torch.cuda.device(pool.device):
+                        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+                        pool.copy_(_content(int(str(told["seed"])), stage))
             case "write":
                 stage, row = int(str(told["stage"])), int(str(told["row"]))
                 self._pools[stage].view(PLANES, ROWS, ROW_BYTES)[:, row] ^= 255
-                torch.cuda.synchronize()
+                synchronize()
             case "plain":
                 self._engine.mark(told["slot"], told["mark"])  # type: ignore[call-overload]
             case "mark":
@@ -79,8 +81,9 @@ class _Engine:
 
 
 def _content(seed: int, stage: int) -> torch.Tensor:
-    generator = torch.Generator(device="cuda").manual_seed(1000 * seed + stage)
-    return torch.randint(0, 256, (POOL_BYTES,), dtype=torch.uint8, device="cuda", generator=generator)
+    card = card_of(stage)
+    generator = torch.Generator(device=card).manual_seed(1000 * seed + stage)
+    return torch.randint(0, 256, (POOL_BYTES,), dtype=torch.uint8, device=card, generator=generator)
 
 
 def main(run_dir: str, instance: str, namespace: str) -> None:

@@ -11,6 +11,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
+from tests.gpu.cards import cards  # noqa: E402 - needs torch
+
 
 @pytest.mark.parametrize("stages", ["1", "2"])
 def test_slots_on_cuda(stages: str) -> None:
@@ -18,6 +20,34 @@ def test_slots_on_cuda(stages: str) -> None:
     check_slots(report, "cuda")
     assert report["settings"]["device_name"] == torch.cuda.get_device_name(0)
     assert report["versions"]["torch"] == torch.__version__
+
+
+def test_stages_on_the_cards() -> None:
+    there = len(cards())
+    report = bench("stages", "--device", "cuda", "--cards", str(there), "--stage-mib", "64")
+    assert report["settings"]["simulated"] is False
+    assert report["settings"]["stages"] == there
+    lanes = [row for row in report["rows"] if row["kind"] == "lane"]
+    assert len(lanes) == 3 * 2 * 2 * there
+    assert {row["card"] for row in lanes} == set(cards())
+    assert all(0 < row["over_alone"] < 2 and 0 < row["over_at_once"] < 2 for row in lanes)
+    assert 0 < report["ratios"]["at_once_over_alone"] < 1.5
+    if there > 1:
+        assert report["ratios"]["parallel_over_serial"] > 1
+
+
+def test_duplex_on_the_cards() -> None:
+    report = bench("duplex", "--device", "cuda", "--cards", str(len(cards())), "--stage-mib", "64")
+    assert report["settings"]["cards"] == cards()
+    assert report["ratios"]["both_over_one_way"] > 0
+    assert report["ratios"]["both_over_limit"] < 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="one GPU")
+def test_isolate_on_the_cards() -> None:
+    report = bench("isolate", "--device", "cuda", "--cards", "2", "--ops", "20", "--medium-bytes", str(1 << 20))
+    assert report["ratios"]["others_lost"] == 0
+    assert report["ratios"]["kills"] >= 3
 
 
 def test_delta_on_cuda() -> None:

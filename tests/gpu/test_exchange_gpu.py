@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.timeout(180),
 ]
+from tests.gpu.cards import first_card  # noqa: E402 - needs torch
+
 MIB = 1 << 20
 SETTINGS = {"ram.budget_bytes": "256MiB", "ram.shuttle_bytes": "64MiB"}
 
@@ -29,7 +31,7 @@ def test_parts_and_captures_share_a_gpus_worker() -> None:
     tensor = torch.randint(0, 255, (2, 1024, 512), dtype=torch.uint8, device="cuda")
     noise = np.random.default_rng(1).integers(0, 256, 40 * MIB + 5, dtype=np.uint8)
     cpu_tensor = torch.randn(100, 1000).to(torch.bfloat16)
-    with DaemonProcess("cuda:all", SETTINGS) as daemon, daemon.client(deadline_s=120.0) as client:
+    with DaemonProcess(first_card(), SETTINGS) as daemon, daemon.client(deadline_s=120.0) as client:
         worker = client.stats().workers[0]
         engine = client.register("e", "ns", FINGERPRINT, [StagePool("cuda:0", layout, tensor)])
         with client.exchange(worker.worker, "ns", FINGERPRINT, 16 * MIB) as exchange:

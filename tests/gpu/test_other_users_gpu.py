@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can be other users"),
     pytest.mark.skipif(not passable(Path(tempfile.gettempdir())), reason="other users cannot get to TMPDIR"),
 ]
+from tests.gpu.cards import first_card  # noqa: E402 - needs torch
+
 OTHER = 65534
 ROWS, ROW_BYTES, PLANES, TOKENS = 512, 4096, 4, 300
 LAYOUT = stage_layout([Plane(n * ROWS * ROW_BYTES, ROW_BYTES, ROW_BYTES, ROWS) for n in range(PLANES)])
@@ -98,7 +100,7 @@ def need_torch(runtime: Runtime) -> None:
 def test_an_engine_of_another_user_than_roots_daemon() -> None:
     with (
         runtime_for(OTHER) as runtime,
-        DaemonProcess("cuda:all", SETTINGS, home_mode=0o711) as daemon,
+        DaemonProcess(first_card(), SETTINGS, home_mode=0o711) as daemon,
         daemon.client(60.0) as client,
     ):
         assert engine_of_other(daemon, runtime) == "True ['host']"
@@ -110,7 +112,9 @@ def test_an_engine_of_root_and_a_daemon_of_another_user() -> None:
     with runtime_for(OTHER) as runtime:
         need_torch(runtime)
         with (
-            DaemonProcess("cuda:all", SETTINGS, home_mode=0o711, uid=OTHER, runtime=runtime, environ=environ) as daemon,
+            DaemonProcess(
+                first_card(), SETTINGS, home_mode=0o711, uid=OTHER, runtime=runtime, environ=environ
+            ) as daemon,
             daemon.client(60.0) as client,
         ):
             assert park_and_return(client, "roots") == ["host"]

@@ -16,15 +16,19 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
+from tests.gpu.cards import all_cards, cards, free_bytes  # noqa: E402 - needs torch
 from tests.gpu.mortal_engine import POOL_BYTES, STAGES, GpuMortalEngine  # noqa: E402 - needs torch
 
-SETTINGS = {"ram.budget_bytes": "4GiB", "ram.shuttle_bytes": "512MiB"}
+SETTINGS = {
+    "ram.budget_bytes": f"{4 * len(cards()) if torch.cuda.is_available() else 4}GiB",
+    "ram.shuttle_bytes": "512MiB",
+}
 MIB = 1024 * 1024
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess("cuda:all", SETTINGS) as made:
+    with DaemonProcess(all_cards(), SETTINGS) as made:
         yield made
 
 
@@ -33,11 +37,6 @@ def client(daemon: DaemonProcess) -> Iterator[Client]:
     with daemon.client(60.0) as made:
         wait_until(lambda: made.stats().health == "ok", 60.0)
         yield made
-
-
-def free_bytes() -> int:
-    free, _ = torch.cuda.mem_get_info(0)
-    return int(free)
 
 
 def unmapped_s(client: Client) -> float:
@@ -105,7 +104,7 @@ def test_the_memory_of_a_dead_engine_is_free_in_the_end(
 def test_an_engine_that_says_hello_gets_the_memory(daemon: DaemonProcess, client: Client) -> None:
     worker = client.stats().workers[0]
     faults = {f"{worker.worker}#1/capture.slow_copy_s": "0.3"}
-    with DaemonProcess("cuda:all", SETTINGS, faults) as slow, slow.client(60.0) as other:
+    with DaemonProcess(all_cards(), SETTINGS, faults) as slow, slow.client(60.0) as other:
         wait_until(lambda: other.stats().health == "ok", 60.0)
         before = free_bytes()
         with GpuMortalEngine(slow, "hello") as mortal:

@@ -1,4 +1,6 @@
-"""Every named cache layout through the real daemon on one GPU: as `tests/integration/test_shapes.py` on `cpu`."""
+"""Every named cache layout through the real daemon on GPUs, one stage a card where there are several: as
+`tests/integration/test_shapes.py` on `cpu`.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -21,15 +23,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
+from tests.gpu.cards import all_cards, card_of, cards  # noqa: E402 - needs torch
+
 
 class GpuStage:
     """A pool in a tensor on the GPU."""
 
-    def __init__(self, pool_bytes: int) -> None:
-        self._tensor: Tensor = torch.zeros(pool_bytes, dtype=torch.uint8, device="cuda:0")
+    def __init__(self, stage: int, pool_bytes: int) -> None:
+        self._tensor: Tensor = torch.zeros(pool_bytes, dtype=torch.uint8, device=card_of(stage))
 
     def stage_pool(self, shape: Shape) -> StagePool:
-        return StagePool("cuda:0", shape.layout, self._tensor)
+        return StagePool(str(self._tensor.device), shape.layout, self._tensor)
 
     def read(self) -> Bytes:
         data: Bytes = self._tensor.cpu().numpy().copy()
@@ -44,7 +48,8 @@ class GpuStage:
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess("cuda:all", {"ram.budget_bytes": "512MiB", "ram.shuttle_bytes": "64MiB"}) as running:
+    settings = {"ram.budget_bytes": f"{512 * len(cards())}MiB", "ram.shuttle_bytes": "64MiB"}
+    with DaemonProcess(all_cards(), settings) as running:
         yield running
 
 
@@ -57,4 +62,4 @@ def client(daemon: DaemonProcess) -> Iterator[Client]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_a_conversation_goes_comes_back_and_is_copied(client: Client, name: str, seed: int) -> None:
-    Round(name, seed, lambda _, pool_bytes: GpuStage(pool_bytes)).run(client)
+    Round(name, seed, GpuStage).run(client)

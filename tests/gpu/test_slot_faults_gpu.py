@@ -1,4 +1,6 @@
-"""Slot copies on a GPU that fail: the target's rows are named, the source is untouched, and the daemon serves on."""
+"""Slot copies on GPUs (one stage a card where there are several) that fail: the target's rows are named, the source is
+untouched, and the daemon serves on.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -22,10 +24,12 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
+from tests.gpu.cards import all_cards, card_of  # noqa: E402 - needs torch
+
 ROWS, ROW_BYTES, PLANES, TOKENS = 4096, 4096, 16, 1500
 # 64 MiB a slice: a slot of 1,500 tokens is two of them on each stage.
 LAYOUT = stage_layout([Plane(n * ROWS * ROW_BYTES, ROW_BYTES, ROW_BYTES, ROWS) for n in range(PLANES)])
-SETTINGS = {"ram.budget_bytes": "2GiB", "ram.shuttle_bytes": "256MiB"}
+SETTINGS = {"ram.budget_bytes": "8GiB", "ram.shuttle_bytes": "256MiB"}
 SOURCE, TARGET = range(10, 10 + TOKENS), range(2000, 2000 + TOKENS)
 
 
@@ -43,8 +47,8 @@ def copy(engine: Engine, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def worker() -> str:
-    """Name of the card's worker."""
-    with DaemonProcess("cuda:all", SETTINGS) as daemon, daemon.client(60.0) as client:
+    """Name of the first card's worker."""
+    with DaemonProcess(all_cards(), SETTINGS) as daemon, daemon.client(60.0) as client:
         return client.stats().workers[0].worker
 
 
@@ -54,9 +58,13 @@ CASES += [("host", fault) for fault in ("capture.flip_source", "restore.copy_err
 
 @pytest.mark.parametrize(("kind", "fault"), CASES)
 def test_a_slot_copy_fails_and_the_next_one_is_right(worker: str, kind: str, fault: str) -> None:
-    pools = [torch.randint(0, 256, (PLANES * ROWS * ROW_BYTES,), dtype=torch.uint8, device="cuda") for _ in range(2)]
-    with DaemonProcess("cuda:all", SETTINGS, {f"{worker}#1/{fault}": "2"}) as daemon, daemon.client(60.0) as client:
-        engine = client.register("e", "n", FINGERPRINT, [StagePool("cuda:0", LAYOUT, pool) for pool in pools])
+    pools = [
+        torch.randint(0, 256, (PLANES * ROWS * ROW_BYTES,), dtype=torch.uint8, device=card_of(stage))
+        for stage in range(2)
+    ]
+    with DaemonProcess(all_cards(), SETTINGS, {f"{worker}#1/{fault}": "2"}) as daemon, daemon.client(60.0) as client:
+        stages = [StagePool(str(pool.device), LAYOUT, pool) for pool in pools]
+        engine = client.register("e", "n", FINGERPRINT, stages)
         before = [pool.clone() for pool in pools]
         with pytest.raises(StratadError) as caught:
             copy(engine, kind)

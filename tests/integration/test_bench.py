@@ -16,7 +16,7 @@ import pytest
 from stratad.bench.copy_cpu import CpuSource
 from stratad.bench.copy_rounds import ReplyT
 from stratad.bench.daemon import PrivateDaemon
-from stratad.client import Captured, Copied, Restored
+from stratad.client import Captured, Copied, Restored, Ticket
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.main import main
 from tests.support.bench import COMMAND, bench, check_slots
@@ -67,11 +67,54 @@ def test_stages() -> None:
     report = bench("stages", "--stages", "2", "--stage-mib", "4", "--link-bytes-per-s", "1e8")
     assert report["settings"]["simulated"] is True
     assert report["settings"]["link_bytes_per_s"] == 1e8
+    assert report["settings"]["cards"] == ["cpu:0", "cpu:1"]
     assert all(row["simulated"] and row["byte_exact"] for row in report["rows"])
     for row in report["rows"]:
         assert row["seconds"] >= row["link_limit_s"], "nothing is faster than its link"
     # Two links, 42 ms each: serial must be visibly slower whatever the host does beside.
     assert report["ratios"]["parallel_over_serial"] > 1.2
+
+
+def test_duplex() -> None:
+    words = ["--device", "cpu", "--cards", "2", "--stage-mib", "4", "--link-bytes-per-s", "1e8"]
+    report = bench("duplex", *words)
+    assert report["settings"]["simulated"] is True
+    rows = report["rows"]
+    assert [(row["round"], row["way"]) for row in rows] == [
+        (number, way) for number in range(3) for way in ("capture", "restore", "both")
+    ]
+    for row in rows:
+        assert row["byte_exact"]
+        assert row["bytes"] == (8 << 20) * (2 if row["way"] == "both" else 1)
+        assert row["seconds"] >= 4 * (1 << 20) / 1e8, "nothing is faster than its link"
+    by_round = [{row["way"]: row["seconds"] for row in rows if row["round"] == number} for number in range(3)]
+    ratios = [2 * min(took["capture"], took["restore"]) / took["both"] for took in by_round]
+    assert report["ratios"]["both_over_one_way"] == pytest.approx(min(ratios), abs=1e-3)
+
+
+def test_isolate() -> None:
+    words = ["--device", "cpu", "--cards", "2", "--victim", "0", "--ops", "20", "--medium-bytes", str(1 << 20)]
+    report = bench("isolate", *words)
+    assert report["settings"]["victim"] == "cpu:0"
+    rows = report["rows"]
+    others = [row for row in rows if row["what"] == "latency" and row["card"] == "cpu:1"]
+    assert len(others) == 3 * 2 * 4
+    assert all((row["n"], row["lost"]) == (20, 0) for row in others)
+    assert (report["ratios"]["others_lost"], report["ratios"]["others_p99_over_calm"]) == (0, None)
+    deaths = [row for row in rows if row["what"] == "death"]
+    assert report["ratios"]["kills"] == len(deaths) >= 3, "at least one in each round"
+    lost = [row for row in rows if row["what"] == "lost"]
+    assert {row["card"] for row in lost} <= {"cpu:0"}
+    assert report["ratios"]["victim_lost"] == sum(row["count"] for row in lost)
+
+
+@pytest.mark.parametrize("words", [["--victim", "2"], ["--cards", "1"], ["--ops", "0"], ["--medium-bytes", "1000"]])
+def test_isolate_refuses_what_it_cannot_measure(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["bench", "isolate", "--device", "cpu", *(["--cards", "2"] if "--cards" not in words else []), *words])
+        == ExitCode.USAGE
+    )
+    assert words[0] in capsys.readouterr().err
 
 
 def test_recover() -> None:
@@ -99,8 +142,9 @@ def test_recover_refuses_what_it_cannot_measure(words: list[str], capsys: pytest
 
 
 def test_copy_on_cpu() -> None:
-    report = bench("copy", "--device", "cpu", "--image-mib", "16", "--stages", "2")
+    report = bench("copy", "--device", "cpu", "--image-mib", "16", "--cards", "2")
     assert report["settings"]["device"] == "cpu"
+    assert (report["settings"]["cards"], report["settings"]["stages"]) == (["cpu:0", "cpu:1"], 2)
     assert {(row["layout"], row["op"]) for row in report["rows"]} == {
         (layout, op) for layout in ("slot", "paged") for op in ("capture", "restore")
     }
@@ -137,6 +181,48 @@ def test_a_spoilt_slot_copy_fails_the_benchmark(
     error = json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
     assert (error["code"], error["exit_code"]) == ("damaged", ExitCode.FAILED)
     assert ("slot_direct" if spoilt.startswith("direct") else "slot_to") in error["message"]
+
+
+class SpoiltTickets(CpuSource):
+    """A source whose captures take, or whose restores leave, a wrong byte in the slot's last row."""
+
+    spoilt = ""
+
+    def begin_capture(self, conversation: str, slot: int = 0) -> Ticket[Captured]:
+        if self.spoilt != "capture" or conversation == "kept":  # what `duplex` restores was captured well
+            return super().begin_capture(conversation, slot)
+        self._flip(slot)
+        ticket = super().begin_capture(conversation, slot)
+        ticket.result()
+        self._flip(slot)
+        return ticket
+
+    def begin_restore(self, conversation: str, slot: int = -1) -> Ticket[Restored]:
+        ticket = super().begin_restore(conversation, slot)
+        if self.spoilt == "restore":
+            ticket.result()
+            self._flip(slot)
+        return ticket
+
+    def _flip(self, slot: int) -> None:
+        plane = np.frombuffer(self._pools[-1].buffer, np.uint8).reshape(self._shape.axes)[-1]
+        plane[self._shape.row_numbers(slot)[-1], -1] ^= 1
+
+
+@pytest.mark.parametrize("bench_name", ["stages", "duplex"])
+@pytest.mark.parametrize("spoilt", ["capture", "restore"])
+def test_a_spoilt_copy_fails_the_benchmark(
+    bench_name: str, spoilt: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(SpoiltTickets, "spoilt", spoilt)
+    monkeypatch.setattr("stratad.bench.copy_cpu.CpuSource", SpoiltTickets)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        words = ["--device", "cpu", "--cards", "2", "--stage-mib", "4", "--link-bytes-per-s", "1e9", "--quiet"]
+        assert main(["bench", bench_name, *words, "--json"]) == ExitCode.FAILED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"]["code"] == "damaged"
 
 
 @pytest.mark.parametrize("bench_name", ["copy", "slots"])

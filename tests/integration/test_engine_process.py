@@ -1,5 +1,6 @@
 """The engine process: driven line by line, killed by pid, and never left behind."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -31,22 +32,23 @@ CALL_S = 20.0
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    with EngineProcess.start(OPTIONS, tmp_path_factory.mktemp("engine") / "log") as process:
+    """One that was started where somebody else's package has the name of one of ours."""
+    folder = tmp_path_factory.mktemp("engine")
+    (folder / "shm").mkdir()
+    (folder / "shm" / "__init__.py").write_text("raise RuntimeError('a stranger')\n")
+    with contextlib.chdir(folder):
+        started = EngineProcess.start(OPTIONS, folder / "log")
+    with started as process:
         ready = process.ready(LOAD_S)
         assert ready.pid == process.pid
         assert (ready.device, ready.layers, ready.token_bytes) == ("cpu", 4, 4 * 2 * 2 * 16 * 2)
         yield process
 
 
-def test_the_current_directory_is_not_searched_for_our_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stranger = tmp_path / "shm"
-    stranger.mkdir()
-    (stranger / "__init__.py").write_text("raise RuntimeError('a stranger')\n")
-    monkeypatch.chdir(tmp_path)
-    with EngineProcess.start(OPTIONS, tmp_path / "log") as process:
-        assert process.ready(LOAD_S).pid == process.pid
+def test_the_current_directory_is_not_searched_for_our_packages(engine: EngineProcess) -> None:
+    folder = Path(psutil.Process(engine.pid).cwd())
+    assert (folder / "shm" / "__init__.py").exists()
+    assert engine.call(Encode("some words. ", "a?", 20), Encoded, CALL_S).tokens
 
 
 def test_a_conversation_is_read_and_goes_on(engine: EngineProcess) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from stratad.client import Client
-from stratad.errors import PeerGone
+from stratad.errors import DeadlineExceeded, PeerGone
 from stratad.notify import PINGS_PER_WATCHDOG
 from stratad.supervisor import END_S
 from tests.support.daemon import DaemonProcess
@@ -144,8 +144,8 @@ def test_a_stop_asks_for_the_time_that_it_may_take(manager: NotifySocket) -> Non
         ticket = engine.engine.capture("a", tokens=range(300), rows=range(300), slot=0)
         wait_until(lambda: _copying(client))
         os.kill(daemon.pid, signal.SIGTERM)
-        with pytest.raises(PeerGone):
-            ticket.result()
+        with pytest.raises((PeerGone, DeadlineExceeded)):  # the latter: it was too busy to hear the last reply
+            ticket.result(5.0)
         manager.wait_for("STOPPING=1")
         manager.wait_for(f"EXTEND_TIMEOUT_USEC={round((0.5 + END_S) * 1e6)}")
         manager.wait_for("STATUS=stopping: 1 of 1 workers ready")

@@ -11,6 +11,7 @@ from tests.support.simulation import mutants, runner
 from tests.support.simulation.mutants import MUTANTS, Mutant, StaleMutant
 from tests.support.simulation.runner import Part
 from tests.support.simulation.tally import wanted
+from tests.support.simulation.witnesses import WITNESSES
 
 SEEDS = 2_000
 TOOL_S = 60.0
@@ -59,6 +60,8 @@ def test_a_run_fails(part: Part) -> None:
 
 def test_the_names_of_mutants_differ() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert WITNESSES.keys() <= {mutant.name for mutant in MUTANTS}
+    assert all(WITNESSES.get(mutant.name, 0) < mutant.seeds for mutant in MUTANTS)
 
 
 @pytest.mark.parametrize("times", [0, 2])

@@ -218,10 +218,16 @@ class Harness:
         self.now_s += by_s
         self.perform(self.core.tick(self.at))
 
-    def worker_gone(self, worker: str, reason: str = "killed by SIGKILL") -> None:
-        """The worker's process is proven gone."""
+    def worker_gone(
+        self, worker: str, reason: str = "killed by SIGKILL", *, under_way: tuple[int, ...] | None = (-1,)
+    ) -> None:
+        """The worker's process is proven gone; unless told otherwise, of each lane its oldest job was under way."""
+        if under_way == (-1,):
+            heads = {not isinstance(job, RestoreJob): job.job for job in reversed(self.jobs(worker))}
+            under_way = tuple(heads.values())
         self.sent.pop(worker, None)
-        self.perform(self.core.worker_gone(worker, self.generations[worker], reason, self.at))
+        generation = self.generations[worker]
+        self.perform(self.core.worker_gone(worker, generation, reason, self.at, under_way=under_way))
 
     @property
     def kills(self) -> list[KillWorker]:

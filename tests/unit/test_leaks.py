@@ -59,10 +59,10 @@ def test_segments() -> None:
         path.unlink()
 
 
-@pytest.mark.parametrize("instance", ["t1-0", f"breaker{os.getpid()}", f"fixture-{os.getpid()}", "default{fresh}"])
+@pytest.mark.parametrize("instance", ["t1-0", "breaker{pid}", "fixture-{pid}", "default{fresh}"])
 def test_segments_of_daemons_that_are_not_ours(instance: str) -> None:
     before = held_now()
-    other = Path("/dev/shm") / f"stratad.{instance.format(fresh=fresh_instance())}.cpu_0.0"
+    other = Path("/dev/shm") / f"stratad.{instance.format(fresh=fresh_instance(), pid=os.getpid())}.cpu_0.0"
     other.touch()
     try:
         assert new_since(before) == []

@@ -19,7 +19,7 @@ def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("name", ["cycles.py", "simulate.py", "worker_kills.py", "exchange_speed.py"])
+@pytest.mark.parametrize("name", ["cycles.py", "simulate.py", "worker_kills.py", "exchange_speed.py", "multi_gpu.py"])
 def test_a_tool_needs_no_pytest(name: str) -> None:
     done = run(name, "--help")
     assert done.returncode == 0, done.stderr

@@ -239,6 +239,7 @@ class SimClient:
             take=self.rng.random() < 0.35,
             deadline_s=self.deadline_s(),
             resident_tokens=self.rng.choice((0, 4, 12)),
+            layered=self.rng.random() < 0.5,
         )
         before = [] if careless else engine.snapshot(slot)
         self.send(request, Pending(request, engine, (slot,), slot, before))

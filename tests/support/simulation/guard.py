@@ -5,7 +5,7 @@ processes and messages.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ipc.messages import (
     Capture,
@@ -27,13 +27,16 @@ from ipc.messages import (
     WorkersChanged,
 )
 from shm.rows import unpack_numbers
-from stratad.core.effects import ReplyTo
+from stratad.core.effects import LogLine, ReplyTo
 from stratad.core.trace import STEPS
 from tests.support.simulation.audit import Audit
 from tests.support.simulation.content import check, part_content
 from tests.support.simulation.engine import Pending
 from tests.support.simulation.image_watch import ImageWatch
 from tests.support.simulation.job_watch import GROUP, JobWatch, row_numbers, who
+from tests.support.simulation.worker import SimWorker
+
+_BLAME: Final = {"held against": "blamed", "suspected of a worker's death": "suspected"}
 
 if TYPE_CHECKING:
     from tests.support.simulation.world import World
@@ -48,6 +51,7 @@ class Guard:
     images: ImageWatch = field(init=False)
     audit: Audit = field(init=False)
     waiting: dict[tuple[int, int], Request] = field(default_factory=dict)
+    dying: SimWorker | None = None  # whose end is being noticed
 
     def __post_init__(self) -> None:
         self.jobs = JobWatch(self.world)
@@ -83,6 +87,19 @@ class Guard:
             except AssertionError as found:
                 check(False, f"recount: {found or 'an assertion of Core.validate'}")
 
+    def blamed(self, line: LogLine) -> None:
+        """The core holds a worker's death against an operation, or suspects it: one that was copied when it died."""
+        if line.message not in _BLAME:
+            return
+        process = self.dying
+        assert process is not None, "deaths are noticed one after another"
+        self.world.tally.counts[_BLAME[line.message]] += 1
+        copied = {process.op_of[job] for job in (*process.under_way, process.lost_by) if job}
+        op = dict(line.fields)["op"]
+        check(
+            op in copied, f"operation {op} is blamed for the end of {process.pid}, which was copying {sorted(copied)}"
+        )
+
     # --- what the core tells clients ----------------------------------------------------------------------------------
 
     def replied(self, effect: ReplyTo) -> None:
@@ -100,6 +117,8 @@ class Guard:
             if reply.state == "source_free":
                 reading = [n for n in mine if not n.source_read]
                 check(not reading, f"rows of request {reply.seq} are told free while {who(reading)} reads them")
+            if reply.state == "group":
+                self._check_group(reply, pending, client)
             return
         request = self.waiting.pop(key)
         check(not mine, f"request {reply.seq} is answered while {who(mine)} may still touch its rows")
@@ -161,6 +180,22 @@ class Guard:
                 check(image.tokens == request.tokens, "an image has other tokens than were captured")
                 check(image.token_count == reply.tokens, "an image has another count of tokens than was told")
         check(all(o.state == "done" for o in reply.stages), "an image is published although a stage did not end well")
+
+    def _check_group(self, reply: Progress, pending: Pending, client: int) -> None:
+        """The rows of a group that is told are those of the image, although others may be on their way."""
+        assert isinstance(pending.request, Restore)
+        check(pending.request.layered, f"request {reply.seq} is told of groups and has not asked for them")
+        ops = self.world.core.state.ops.values()
+        op = next(op for op in ops if (op.client, op.seq) == (client, reply.seq))
+        truth = self.audit.truths.get(op.image.image_id) if op.image is not None else None
+        if reply.group or truth is None:
+            return
+        assert pending.engine is not None
+        assert pending.target is not None
+        first, stage = pending.target.first_row, reply.stage
+        now = pending.engine.pools[stage].rows[0][first : first + op.token_count]
+        wanted = truth[stage][: op.token_count]
+        check(now == wanted, f"wrong bytes: stage {stage} of request {reply.seq} does not hold the group it is told of")
 
     def _check_restored(self, reply: Restored, request: Request, pending: Pending) -> None:
         if isinstance(request, Restore):

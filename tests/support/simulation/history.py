@@ -123,8 +123,12 @@ class History:
         lane = self.rng.choice(lanes)
         if process.doomed:
             process.late_steps -= 1
-        job = process.lanes[lane][0]
-        if isinstance(job.message, CaptureJob) and job.at == 0 and job.staging is None and self.rng.random() < 0.25:
+        jobs = process.lanes[lane]
+        if len(jobs) > 1 and not process.doomed and self.rng.random() < 0.3:
+            process.change(lane, self.rng.randrange(1, len(jobs)))
+            self.world.tally.counts["lane:changed"] += 1
+        job = jobs[0]
+        if isinstance(job.message, CaptureJob) and not job.begun and self.rng.random() < 0.25:
             process.read_ahead(job)
         else:
             process.step(lane)

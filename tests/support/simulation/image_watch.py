@@ -200,6 +200,8 @@ class ImageWatch:
         # That a pin was lifted may have been written down although nobody was told any more.
         differing = [n for n, record in live.items() if record.pinned != now[n].pinned]
         check(not differing, f"images have not the pin that the journal says: {differing}")
+        differing = [n for n, record in live.items() if record.quarantined != now[n].quarantined]
+        check(not differing, f"images are not quarantined as the journal says: {differing}")
         if world.journal.failures:
             self.audit.reported = {}
         self.transits = set()

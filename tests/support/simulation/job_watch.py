@@ -113,6 +113,7 @@ class JobWatch:
         for other_note in self.notes:
             self._check_apart(note, other_note)
         self.notes.append(note)
+        process.op_of[command.job] = op.op_id
         self.fresh.append(note)
 
     @staticmethod

@@ -107,6 +107,18 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         '            arenas.kill(state, worker, "worker_hung", "late"); worker_gone(state, worker, "worker_hung", "late")',  # noqa: E501
     ),
     Mutant(
+        "a group that is there is told of another stage",
+        "stratad.core.jobs",
+        '                state.reply(op.client, Progress(op.seq, "group", stage, report.group))',
+        '                state.reply(op.client, Progress(op.seq, "group", len(op.stages) - 1 - stage, report.group))',
+    ),
+    Mutant(
+        "a worker's death is held against what only waited for its turn there",
+        "stratad.core.blame",
+        "        if (known is None or job in known) and (not hung or op.reads_rows in hung):",
+        "        if not hung or op.reads_rows in hung:",
+    ),
+    Mutant(
         "extents of a dropped image are free although a restore reads them",
         "stratad.core.catalog",
         "        if chunk.reads:",

@@ -125,8 +125,16 @@ def wanted() -> set[str]:
         "core:chunks_missed",
         "core:skipped_bytes",
     }
+    names |= {"lane:changed", "death:of several jobs", "blamed", "suspected"}
     names |= {"request:Lift", "reply:WorkerOrdered", "request:RestartWorker", "request:ResetWorker"}
     names |= {"request:Trace", "request:SetTrace", "reply:Traced"}
     names |= {"core:images_adopted", "adoption:same pids", "adoption:other pids"}
-    names |= {"progress:accepted", "progress:source_free", "reply:WorkersChanged", "reply:Found", "reply:Parts"}
+    names |= {
+        "progress:accepted",
+        "progress:source_free",
+        "progress:group",
+        "reply:WorkersChanged",
+        "reply:Found",
+        "reply:Parts",
+    }
     return names

@@ -14,8 +14,10 @@ from ipc.messages import (
     Command,
     CopyJob,
     DigestJob,
+    GroupRestored,
     JobDone,
     JobFailed,
+    LaneMoving,
     MakeShuttle,
     OpenPool,
     PoolClosed,
@@ -66,6 +68,11 @@ class LaneJob:
     skipped: int = 0
     fault: tuple[str, bool] | None = None  # how its next step fails: code, and whether the device is lost
 
+    @property
+    def begun(self) -> bool:
+        """Whether any of its bytes was copied."""
+        return self.at > 0 or self.staging is not None
+
     def chunk_rows(self, lists: list[list[int]], work: ChunkWork, *, live: bool) -> list[int]:
         """The pool's rows of a chunk."""
         first = work.span.first_row
@@ -110,6 +117,8 @@ class SimWorker:
     takes_along: int = -1  # a segment that somebody removes when it is gone
     shuttle_fault: str = ""
     pool_fault: str = ""
+    op_of: dict[int, int] = field(default_factory=dict)  # operations, by job
+    lost_by: int = 0  # the job that reported a lost device
     finished: set[int] = field(default_factory=set)  # jobs that it will touch no byte for any more
     source_read: set[int] = field(default_factory=set)  # captures that read no row any more
     damaged: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # by job, what it could not read
@@ -123,6 +132,11 @@ class SimWorker:
     def busy(self) -> bool:
         """Whether a lane has a job."""
         return bool(self.lanes[True] or self.lanes[False])
+
+    @property
+    def under_way(self) -> tuple[int, ...]:
+        """The jobs that its lanes copy: the first of each."""
+        return tuple(jobs[0].message.job for jobs in self.lanes.values() if jobs)
 
     def boot(self) -> None:
         """Get ready, or say why not and wait to be stopped."""
@@ -169,8 +183,9 @@ class SimWorker:
             case StopWorker():
                 self.stopping = True
                 for lane in self.lanes.values():
-                    while len(lane) > 1:
-                        self._end(lane.pop(), JobFailed(0, "stopping", "the worker stops"))
+                    for job in [job for job in list(lane)[1:] if not job.begun]:
+                        lane.remove(job)
+                        self._end(job, JobFailed(0, "stopping", "the worker stops"))
                 self._exit_if_idle()
             case _:
                 raise NotImplementedError(type(command).__name__)
@@ -269,6 +284,14 @@ class SimWorker:
         if not self.doomed:
             self.outbox.append(SourceFree(job.message.job))
 
+    def change(self, lane: bool, at: int) -> None:
+        """The lane goes on with another of its jobs, which may have come later; the one before rests."""
+        jobs = self.lanes[lane]
+        self.outbox.append(LaneMoving(jobs[0].message.job))
+        job = jobs[at]
+        del jobs[at]
+        jobs.appendleft(job)
+
     def step(self, lane: bool) -> None:
         """Copy the next chunk of a lane's job, or end the job."""
         job = self.lanes[lane][0]
@@ -277,6 +300,7 @@ class SimWorker:
             self.lanes[lane].popleft()
             self._end(job, JobFailed(0, code, f"ordered {code}", self._offender(job, code), sticky=sticky))
             if sticky:
+                self.lost_by = job.message.job
                 self.end("exit status 70")
         elif job.stop and not self.doomed:
             self.lanes[lane].popleft()
@@ -337,6 +361,9 @@ class SimWorker:
                     self._end(job, JobFailed(0, "damaged", f"chunk {work.number} is damaged", work.number))
                 return
             self._write_rows(job, work, content[: work.live_rows])
+            ends = job.at == len(job.works) or job.works[job.at].span.group != work.span.group
+            if job.message.layered and ends and not self.doomed:
+                self.outbox.append(GroupRestored(job.message.job, work.span.group))
         elif isinstance(job.message, DigestJob):
             job.digests[work.number] = digest_of(self._read_rows(job, work))
         else:

@@ -180,7 +180,7 @@ class World:
                 case ReplyTo():
                     self._reply(effect)
                 case LogLine():
-                    pass
+                    self.guard.blamed(effect)
                 case ForwardDescriptor():
                     self._forward(effect)
                 case CloseDescriptor():
@@ -346,9 +346,13 @@ class World:
             self.former_gone(process.name)
         elif self.current.get(process.name) is process:
             del self.current[process.name]
+            if sum(map(len, process.lanes.values())) > len(process.under_way):
+                self.tally.counts["death:of several jobs"] += 1
+            self.guard.dying = process
+            name, generation, reason, copied = process.name, process.generation, process.reason, process.under_way
             self.event(
                 Cause("worker_gone"),
-                lambda: self.core.worker_gone(process.name, process.generation, process.reason, self.at),
+                lambda: self.core.worker_gone(name, generation, reason, self.at, under_way=copied),
             )
 
     def pool_at(self, process: SimWorker, pool: int) -> Pool | None:

@@ -16,6 +16,7 @@ from ipc.messages import (
     Lift,
     ListImages,
     Lookup,
+    Pin,
     Restored,
     Show,
     Unregister,
@@ -110,6 +111,47 @@ def test_an_admin_lifts_a_quarantine(make_core: MakeCore) -> None:
     assert core.ask(1, Lift(core.next_seq(), "ns"))[-1] == Done(core.seq, 0)
 
 
+def next_daemon(make_core: MakeCore, core: Harness) -> tuple[Harness, int]:
+    successor = make_core(1, legacy=core.legacy())
+    successor.former_gone("cpu:0")
+    successor.connect()
+    return successor, successor.register(stages=1)
+
+
+def test_a_quarantine_outlives_the_daemon_until_it_is_lifted_or_the_image_is_captured_anew(make_core: MakeCore) -> None:
+    core, engine = one_worker(make_core)
+    for name, first in (("bad", 0), ("good", 5000)):
+        captured(core, engine, name, first)
+    for _ in range(2):
+        die_of(core, restore(core, engine, "bad"))
+    second, engine = next_daemon(make_core, core)
+    assert second.failure(1, restore(second, engine, "bad")).code == "quarantined"
+    assert (is_found(second, engine), is_found(second, engine, 5000)) == (False, True)
+    second.ask(1, Pin(second.next_seq(), "ns", "bad", True))  # is recorded anew
+    third, engine = next_daemon(make_core, second)
+    assert third.failure(1, restore(third, engine, "bad")).code == "quarantined"
+    assert third.ask(1, Lift(third.next_seq(), "ns", "bad"))[-1] == Done(third.seq, 1)
+    fourth, engine = next_daemon(make_core, third)
+    assert is_found(fourth, engine)
+    for _ in range(2):
+        assert die_of(fourth, restore(fourth, engine, "bad")) == "worker_died"
+    captured(fourth, engine, "bad")
+    last, engine = next_daemon(make_core, fourth)
+    assert is_found(last, engine)
+
+
+def test_the_quarantine_of_an_image_that_has_ended_brings_it_not_back(make_core: MakeCore) -> None:
+    """The restore that dies goes on after its image was dropped."""
+    core, engine = one_worker(make_core)
+    captured(core, engine, "bad")
+    die_of(core, restore(core, engine, "bad"))
+    seq = restore(core, engine, "bad")
+    core.ask(1, Drop(core.next_seq(), "ns", "bad"))
+    die_of(core, seq)
+    assert core.core.state.counters["quarantined"] == 1
+    assert core.legacy().journal.images == {}
+
+
 def test_a_success_between_two_deaths_clears_an_image(make_core: MakeCore) -> None:
     core, engine = one_worker(make_core)
     captured(core, engine, "a")
@@ -194,6 +236,74 @@ def test_what_waits_behind_in_the_lane_is_not_suspected(make_core: MakeCore) -> 
     seq = restore(core, engine, "good")
     core.finish_all()
     assert isinstance(core.final(1, seq), Restored)
+
+
+def test_who_was_under_way_is_to_blame_although_others_came_before(make_core: MakeCore) -> None:
+    """A lane takes its jobs in turns: only its process can say which one it was."""
+    core, engine = one_worker(make_core)
+    captured(core, engine, "bad")
+    captured(core, engine, "good", 5000)
+    for _ in range(2):
+        waits = restore(core, engine, "good")
+        overtakes = core.restore(engine, "bad", rows=256, first_row=2000)
+        assert len(core.jobs("cpu:0")) == 2
+        core.worker_gone("cpu:0", under_way=(core.jobs("cpu:0")[1].job,))
+        core.tick()
+        assert core.failure(1, waits).code == core.failure(1, overtakes).code == "worker_died"
+    assert core.failure(1, restore(core, engine, "bad")).code == "quarantined"
+    assert not core.core.state.suspects
+    seq = restore(core, engine, "good")
+    core.finish_all()
+    assert isinstance(core.final(1, seq), Restored)
+
+
+def test_who_was_under_way_on_the_lane_that_hung_is_to_blame(make_core: MakeCore) -> None:
+    core, engine = one_worker(make_core)
+    captured(core, engine, "bad")
+    captured(core, engine, "good", 5000)
+    for _ in range(2):
+        waits = restore(core, engine, "good")
+        overtakes = core.restore(engine, "bad", rows=256, first_row=2000)
+        core.tick(4.0)
+        beside = core.capture(engine, "beside", range(300), first_row=3000)
+        core.tick(2.0)
+        assert core.kills
+        jobs = [job.job for job in core.jobs("cpu:0")]
+        core.worker_gone("cpu:0", under_way=(jobs[1], jobs[2]))
+        core.tick()
+        assert {core.failure(1, seq).code for seq in (waits, overtakes, beside)} == {"worker_hung"}
+    assert core.failure(1, restore(core, engine, "bad")).code == "quarantined"
+    assert not core.core.state.suspects
+    assert core.core.state.engines[engine].suspects == {}
+
+
+def test_nothing_is_held_against_what_a_dead_worker_had_not_begun(make_core: MakeCore) -> None:
+    core, engine = one_worker(make_core)
+    captured(core, engine, "a")
+    for _ in range(3):
+        seq = restore(core, engine, "a")
+        core.worker_gone("cpu:0", under_way=())
+        core.tick(30.0)
+        assert core.failure(1, seq).code == "worker_died"
+    seq = restore(core, engine, "a")
+    core.finish_all()
+    assert isinstance(core.final(1, seq), Restored)
+
+
+def test_where_nobody_knows_what_was_under_way_all_are_suspects(make_core: MakeCore) -> None:
+    core, engine = one_worker(make_core)
+    for name, first in (("a", 0), ("b", 5000), ("c", 9000)):
+        captured(core, engine, name, first)
+    for at, name in enumerate("abc"):
+        core.restore(engine, name, rows=256, first_row=1000 * at)
+    core.worker_gone("cpu:0", under_way=None)
+    core.tick()
+    assert len(core.core.state.suspects) == 3
+    for at, name in enumerate("abc"):
+        core.restore(engine, name, rows=256, first_row=1000 * at)
+    assert len(core.jobs("cpu:0")) == 1
+    core.finish_all()
+    assert not core.core.state.suspects
 
 
 def test_a_suspect_that_waits_for_its_turn_is_not_overtaken(make_core: MakeCore) -> None:

@@ -25,7 +25,8 @@ from ipc.messages import (
 )
 from shm.extent import GRANULE_BYTES, unpack_places
 from shm.rows import unpack_numbers
-from stratad.core.images import Image
+from stratad.core.images import Draft, Hints, Image
+from stratad.core.memory_tracks import MemorySettings
 from stratad.core.ops import StageState
 from tests.support.core_harness import MIB, Harness, layout
 
@@ -189,21 +190,26 @@ def test_without_verified_reuse_everything_is_copied(make_core: MakeCore, reuse:
     assert used_granules(core) == 2 * (4 + 4 + 2) + 2 * (4 + 4 + 4 + 3) - shared
 
 
-def test_images_that_share_nothing_are_adopted_and_end_one_by_one(make_core: MakeCore) -> None:
+@pytest.mark.parametrize("dropped", ["a", "b"])
+@pytest.mark.parametrize("reuse", ["off", "verified"])
+def test_images_that_share_nothing_are_adopted_and_end_one_by_one(
+    make_core: MakeCore, reuse: str, dropped: str
+) -> None:
     core = started(make_core, reuse="off")
     engine = core.register()
     captured(core, engine, "a")
     captured(core, engine, "b")
-    heir = make_core(legacy=core.legacy(), reuse="verified")
+    heir = make_core(legacy=core.legacy(), reuse=reuse)
     for worker in ("cpu:0", "cpu:1"):
         heir.former_gone(worker)
     assert used_granules(heir) == 2 * 2 * (4 + 4 + 2)
+    heir.core.validate()
     heir.connect()
-    heir.ask(1, Drop(heir.next_seq(), "ns", "b"))
+    heir.ask(1, Drop(heir.next_seq(), "ns", dropped))
     assert used_granules(heir) == 2 * (4 + 4 + 2)
     heir.core.validate()
     captured(heir, heir.register(), "c")
-    assert len(heir.core.state.catalog.images) == 2
+    assert used_granules(heir) == 2 * (4 + 4 + 2) * (2 if reuse == "off" else 1)
 
 
 def test_rows_stay_fenced_until_nothing_is_missed(core: Harness) -> None:
@@ -349,10 +355,27 @@ def test_the_arena_grows_for_what_is_missed(make_core: MakeCore) -> None:
     assert isinstance(core.final(1, seq), Captured)
 
 
+def test_stages_that_end_meanwhile_do_not_end_the_capture(make_core: MakeCore) -> None:
+    core = started(make_core)
+    engine = core.register()
+    captured(core, engine)
+    core.make_shuttles = False
+    captured(core, engine, "b", range(5000, 5600))
+    core.content = changed(0, 1)
+    seq = core.capture(engine, "a", LONGER)
+    core.finish("cpu:0")
+    core.finish("cpu:1")
+    assert core.answers(1, seq) == []
+    for order in [command for command in core.sent["cpu:0"] if isinstance(command, MakeShuttle)]:
+        core.report("cpu:0", ShuttleReady(order.index, False, 0.0))
+    core.finish("cpu:0")
+    assert isinstance(core.final(1, seq), Captured)
+
+
 @pytest.fixture
 def waiting(make_core: MakeCore) -> tuple[Harness, int]:
     """A capture whose one stage has missed two chunks and waits for a shuttle."""
-    core = started(make_core)
+    core = started(make_core, memory=MemorySettings(sample_s=1e6))
     engine = core.register(stages=1)
     captured(core, engine)
     core.make_shuttles = False
@@ -376,6 +399,7 @@ def test_one_that_waits_has_its_callers_deadline(waiting: tuple[Harness, int]) -
     core, seq = waiting
     core.tick(19.0)
     assert core.answers(1, seq) == []
+    assert core.core.due_s <= 120.0
     core.tick(1.5)
     assert core.failure(1, seq).code == "deadline"
 
@@ -458,6 +482,46 @@ def test_a_lost_shuttle_with_hinted_chunks_ends_the_capture(make_core: MakeCore)
     core.report("cpu:0", ShuttleFailed(min(hinted), "missing", "there is no segment", 1, 0))
     core.finish("cpu:1")
     assert core.failure(1, seq).code == "worker_died"
+
+
+@pytest.mark.parametrize("looked", [True, False])
+def test_what_waits_does_not_count_on_a_shuttle_that_is_lost(make_core: MakeCore, *, looked: bool) -> None:
+    core = started(make_core)
+    engine = core.register(stages=1)
+    for number in range(3):  # shuttle 0 is full
+        captured(core, engine, f"filler {number}", range(5000 + number, 5600 + number))
+    image = captured(core, engine)
+    assert {extent.shuttle for chunk in image.chunks() for extent in chunk.place.extents} == {1}
+    for number in range(3):
+        core.ask(1, Drop(core.next_seq(), "ns", f"filler {number}"))
+    core.worker_gone("cpu:0")
+    core.make_shuttles = False
+    core.tick(1.0)
+    core.report("cpu:0", ShuttleReady(0, False, 0.0))
+    seq = core.capture(engine, "b", LONGER)
+    if not looked:  # it was not asked about while shuttle 1 was there
+        (op,) = core.core.state.ops.values()
+        op.forget_hints()
+    core.report("cpu:0", ShuttleFailed(1, "missing", "there is no segment", 1, 0))
+    core.core.validate()
+    assert job(core).hinted == b""
+    core.finish_all()
+    assert isinstance(core.final(1, seq), Captured)
+
+
+def test_a_hinted_image_that_is_shortened_keeps_the_hints_of_what_stays(core: Harness) -> None:
+    engine = core.register(stages=1)
+    image = captured(core, engine)
+    catalog = core.core.state.catalog
+    spans = tuple(layout().chunks(600))
+    draft = Draft(image.scope, "b", image.tokens, 600, (), None, (spans,))
+    hints = Hints(image, ({0: image.stages[0][0], 1: image.stages[0][1]},))
+    staged = catalog.stage(draft, hints)
+    catalog.shorten(staged, draft._replace(spans=(spans[1:],)), [[1, 2]])
+    assert staged.hinted == ({0: image.stages[0][1]},)
+    catalog.validate()
+    catalog.discard(staged)
+    assert used_granules(core) == 4 + 4 + 2
 
 
 def test_a_capture_of_another_conversation_gives_up_hints_that_stand_in_its_way(make_core: MakeCore) -> None:

@@ -25,7 +25,15 @@ from ipc.messages import (
     Unregister,
 )
 from stratad.core.effects import Effect, LogLine, SampleMemory, SendTo, SpawnWorker
-from stratad.core.memory import BATCH, CHUNK_RECORD_BYTES, IMAGE_RECORD_BYTES, SUPERVISOR, TEMPLATE, YOUNG_S
+from stratad.core.memory import (
+    BATCH,
+    CHUNK_RECORD_BYTES,
+    IMAGE_RECORD_BYTES,
+    INDEX_ENTRY_BYTES,
+    SUPERVISOR,
+    TEMPLATE,
+    YOUNG_S,
+)
 from stratad.core.memory_ring import series_bytes
 from stratad.core.memory_tracks import (
     PROCESS_LIMIT,
@@ -352,6 +360,8 @@ def test_the_supervisors_records_are_explained(core: Harness) -> None:
     assert found["tokens/anon"] == (2400, 2400)
     chunks = len(core.core.state.catalog.chunks)
     assert found["catalog/anon"] == (chunks * 600 + 1000, chunks * 600 + 1000)
+    index = 3 * INDEX_ENTRY_BYTES  # an image and two workers
+    assert found["journal index/anon"] == (index, index)
     assert found["samples/anon"][1] == 5 * series_bytes(SETTINGS.keep)
 
 
@@ -368,8 +378,9 @@ def test_the_tokens_of_open_puts_are_explained_once(core: Harness) -> None:
     round_of(core)
     found = terms(of(ask(core), "supervisor"))
     assert found["tokens/anon"] == (400 + 2 * 2400, 400 + 2 * 2400)
-    # Tokens of one less, the record of an image more.
-    assert found["dropped records/anon"] == (2400 - 1000, 2400 - 1000)
+    # Tokens of one less, an image more, with its record and where that lies in the journal.
+    left = 2400 - 1000 - INDEX_ENTRY_BYTES
+    assert found["dropped records/anon"] == (left, left)
 
 
 @pytest.mark.parametrize(("images", "tokens"), [(400, 200), (100, 4000)], ids=["small", "large"])
@@ -412,7 +423,7 @@ def test_dropped_records_explain_what_the_allocator_keeps(core: Harness) -> None
     core.ask(1, Clear(core.next_seq(), "ns"))
     hold(core, SUPERVISOR, anon=20 * MIB)
     round_of(core)
-    held = chunks * 600 + 1000 + 2400
+    held = chunks * 600 + 1000 + 2400 + INDEX_ENTRY_BYTES
     assert terms(of(ask(core), "supervisor"))["dropped records/anon"] == (held, held)
 
 

@@ -16,7 +16,9 @@ from ipc.messages import (
     Drop,
     EventAwaited,
     Found,
+    GroupRestored,
     JobDone,
+    LaneMoving,
     Lookup,
     Mark,
     MemfdPool,
@@ -27,6 +29,7 @@ from ipc.messages import (
     Progress,
     Register,
     Registered,
+    Restore,
     Restored,
     ShuttleFailed,
     ShuttleReady,
@@ -491,7 +494,10 @@ def test_a_worker_given_up_refuses_and_the_other_goes_on(make_core: MakeCore) ->
         core.tick(20.0)
         core.worker_gone("cpu:1")
     assert core.core.state.workers["cpu:1"].state.value == "failed"
-    assert core.failure(1, core.capture(both)).code == "worker_unavailable"
+    failure = core.failure(1, core.capture(both))
+    assert failure.code == "worker_unavailable"
+    assert "`stratactl worker restart cpu:1` starts it again" in failure.message
+    assert "`stratactl worker reset cpu:1`" in failure.message
     core.auto = True
     core.capture(one)
     core.finish_all()
@@ -686,6 +692,25 @@ def test_a_copy_that_hangs_is_noticed_however_long_the_engine_could_have_taken(w
     assert len(core.kills) == 1
 
 
+def test_a_lane_that_goes_on_with_any_of_its_jobs_does_not_hang(waiting: tuple[Harness, int]) -> None:
+    """Those that came later may be copied first: as long as they are, the first one has its time anew."""
+    core, first = waiting
+    rows = ((pack_rows([(100, 10)]),),)
+    core.tick(3.0)
+    core.ask(1, Capture(core.next_seq(), 1, "b", pack_tokens(range(10)), rows, 0, "host"))
+    later = core.jobs("gpu")[1].job
+    for _ in range(5):
+        core.report("gpu", LaneMoving(later))
+        core.report("gpu", LaneMoving(77))  # of a job that has ended
+        core.tick(4.0)
+        assert not core.kills
+    core.report("gpu", LaneMoving(first))
+    core.tick(4.0)
+    assert not core.kills
+    core.tick(2.0)
+    assert len(core.kills) == 1
+
+
 def test_the_time_of_a_copy_begins_when_the_event_is_reached(waiting: tuple[Harness, int]) -> None:
     core, job = waiting
     core.report("gpu", EventAwaited(job))
@@ -716,3 +741,29 @@ def test_no_image_ends_for_room_on_a_device_where_it_does_not_lie(make_core: Mak
     core.capture(both, "over both", range(1500))
     core.finish_all()
     assert [i.conversation for i in core.core.state.catalog.images.values()] == ["old, elsewhere", "over both"]
+
+
+def test_groups_of_a_layered_restore_are_told_as_they_come_and_to_nobody_else(make_core: MakeCore) -> None:
+    core = make_core(2)
+    core.connect()
+    engine = core.register()
+    core.capture(engine)
+    core.finish_all()
+    plain = core.restore(engine, first_row=1000)
+    assert not any(job.layered for worker in ("cpu:0", "cpu:1") for job in core.jobs(worker))  # type: ignore[union-attr]
+    core.report("cpu:0", GroupRestored(core.jobs("cpu:0")[0].job, 0))
+    assert core.answers(1, plain) == []
+    core.finish_all()
+    rows = ((pack_rows([(1000, 600)]),),)
+    request = Restore(core.next_seq(), engine, "a", rows, 0, "host", layered=True)
+    core.ask(1, request)
+    jobs = [core.jobs(worker)[0] for worker in ("cpu:0", "cpu:1")]
+    assert all(job.layered for job in jobs)  # type: ignore[union-attr]
+    core.report("cpu:1", GroupRestored(jobs[1].job, 0))
+    core.report("cpu:0", GroupRestored(jobs[0].job, 0))
+    core.report("cpu:0", GroupRestored(777, 0))
+    told = [Progress(request.seq, "group", 1, 0), Progress(request.seq, "group", 0, 0)]
+    assert core.answers(1, request.seq) == told
+    assert len(core.core.state.fences) > 0
+    core.finish_all()
+    assert isinstance(core.final(1, request.seq), Restored)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from ipc.logs import QUEUE_LINES, LogSink, fields, setup_logs
 
 Style = Literal["text", "json"]
 LOGGER = logging.getLogger("stratad.test")
+TIME = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ", re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +46,29 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def lines(read_end: int) -> list[str]:
-    return os.read(read_end, 1 << 20).decode().splitlines()
+    """What was written, without the time of each record."""
+    return TIME.sub("", os.read(read_end, 1 << 20).decode()).splitlines()
 
 
 def test_text(pipe: tuple[int, int]) -> None:
     setup_logs("info", "text", pipe[1])
     LOGGER.info("image %d published", 3, extra=fields(worker="cpu:0", took_s=0.5, note="two words", empty=""))
     assert lines(pipe[0]) == ['INFO stratad.test image 3 published worker=cpu:0 took_s=0.5 note="two words" empty=""']
+
+
+@pytest.mark.parametrize("under", ["terminal", "journal", "another's journal"])
+def test_a_line_has_its_time_unless_the_journal_adds_one(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch, under: str
+) -> None:
+    status = os.fstat(pipe[1])
+    stream = {"terminal": "", "journal": f"{status.st_dev}:{status.st_ino}", "another's journal": "8:1"}[under]
+    monkeypatch.setenv("JOURNAL_STREAM", stream)
+    setup_logs("info", "text", pipe[1])
+    record = logging.LogRecord("x", logging.INFO, "", 0, "hello", None, None)
+    record.created = 1_700_000_000.0625
+    logging.getLogger().handle(record)
+    time = "" if under == "journal" else "2023-11-14T22:13:20.062Z "
+    assert os.read(pipe[0], 1000).decode() == f"{time}INFO x hello\n"
 
 
 def test_json(pipe: tuple[int, int]) -> None:
@@ -151,7 +169,7 @@ def test_a_socket_as_the_journal_gives(pipe: tuple[int, int]) -> None:
     with ours, theirs:
         sink = setup_logs("info", "text", ours.fileno())
         LOGGER.info("hello")
-        assert theirs.recv(1000) == b"INFO stratad.test hello\n"
+        assert TIME.sub("", theirs.recv(1000).decode()) == "INFO stratad.test hello\n"
         for _ in range(20_000):
             LOGGER.info("x" * 1000)
         assert sink.dropped_count > 0
@@ -171,7 +189,7 @@ def test_a_file_is_shared_with_whoever_else_writes_to_it(tmp_path: Path) -> None
         LOGGER.info("again")
     finally:
         os.close(descriptor)
-    assert path.read_text() == "before\nINFO stratad.test hello\nafter\nINFO stratad.test again\n"
+    assert TIME.sub("", path.read_text()) == "before\nINFO stratad.test hello\nafter\nINFO stratad.test again\n"
 
 
 def test_closing_leaves_the_descriptor_of_the_caller(pipe: tuple[int, int]) -> None:

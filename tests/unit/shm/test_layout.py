@@ -4,7 +4,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shm.layout import LayoutError, Plane, RowGroup, StageLayout, StateGroup, check_layout, shared_planes
+from shm.layout import (
+    LayoutError,
+    Plane,
+    RowGroup,
+    StageLayout,
+    StateGroup,
+    check_layout,
+    layer_groups,
+    one_group,
+    shared_planes,
+)
 from tests.support.layouts import stage_layout
 
 POOL_BYTES = 160
@@ -297,3 +307,16 @@ def test_groups_that_cannot_locate_tokens_end_their_blocks_together() -> None:
     groups = tuple(RowGroup((Plane(0, 24, 24, 9, per_row, stride),)) for per_row, stride in ((4, 0), (6, 0), (8, 3)))
     assert StageLayout(groups).token_unit == 12
     assert StageLayout(groups[2:]).token_unit == 1
+
+
+def test_layers_are_split_evenly_and_whole() -> None:
+    planes = [Plane(n * 4096, 64, 64, 16) for n in range(20)]
+    assert layer_groups(planes, 1) == one_group(planes)
+    assert [len(group.planes) for group in layer_groups(planes, 4, 2)] == [4, 6, 4, 6]
+    assert [plane for group in layer_groups(planes, 3, 4) for plane in group.planes] == planes
+    assert [len(group.planes) for group in layer_groups(planes, 99, 4)] == [4] * 5
+    for count, per_layer in ((0, 1), (2, 3), (2, 0), (-1, 2)):
+        with pytest.raises(ValueError, match="whole layers"):
+            layer_groups(planes, count, per_layer)
+    with pytest.raises(ValueError, match="0 planes"):
+        layer_groups([], 1)

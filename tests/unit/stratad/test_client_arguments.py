@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.layout import Plane, RowGroup, StageLayout, StateGroup
+from shm.layout import Plane, RowGroup, StageLayout, StateGroup, layer_groups
 from shm.rows import pack_rows
 from stratad._arguments import RowsLike, TokensLike, pack_tokens, parse_rows
 from stratad._rows import GroupRows, RowsGiven, StageRows, StageRowsLike, check_checkpoints, stage_rows
@@ -172,6 +172,24 @@ def test_rows_of_groups_are_those_that_each_group_holds() -> None:
     ):
         with pytest.raises(UsageError, match=text):
             given_for((WINDOW,), rows, None, 31)
+
+
+def test_rows_of_groups_that_are_alike_may_be_given_once() -> None:
+    planes = [Plane(n * 800, 8, 8, 100) for n in range(6)]
+    three, two = (StageLayout(layer_groups(planes[:count], count)) for count in (3, 2))
+    rows = pack_rows([(4, 8)])
+    first, second = given_for((three, two), range(4, 12), None, 8)
+    assert (first.packed, second.packed) == ((rows,) * 3, (rows,) * 2)
+    first, second = given_for((STAGE, two), None, [range(4, 12), range(8)], 8)
+    assert (first.packed, second.packed) == ((rows,), (pack_rows([(0, 8)]),) * 2)
+    with pytest.raises(UsageError, match=r"group 0 has rows 0\.\.99, got row 100"):
+        given_for((three,), range(93, 101), None, 8)
+    with pytest.raises(UsageError, match="3 row groups, rows were given for 2"):
+        given_for((three,), GroupRows(range(8), range(8)), None, 8)
+    # Groups that lie in one memory take no row twice.
+    shared = StageLayout((RowGroup((planes[0],)), RowGroup((planes[0],))))
+    with pytest.raises(UsageError, match="2 row groups, rows were given for 1"):
+        given_for((shared,), range(8), None, 8)
 
 
 def test_states_take_the_slots_of_their_checkpoints() -> None:

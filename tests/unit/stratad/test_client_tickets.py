@@ -58,6 +58,44 @@ def test_a_capture_goes_through_its_states(tmp_path: Path) -> None:
         assert (ticket.state, ticket.done()) == ("published", True)
 
 
+def test_groups_of_a_restore_are_waited_for_one_by_one(tmp_path: Path) -> None:
+    with rig(tmp_path) as (daemon, client, engine, _):
+        daemon.script[Restore] = silence
+        daemon.script[Stats] = silence
+        ticket = engine.restore("chat", range(1), layered=True)
+        request = daemon.expect(Restore)
+        assert request.layered
+        woken: list[int] = []
+
+        def wait(group: int) -> None:
+            ticket.wait_group(0, group)
+            woken.append(group)
+
+        leader = threading.Thread(target=client.stats)
+        leader.start()
+        stats = daemon.expect(Stats)
+        waiters = [threading.Thread(target=wait, args=(group,)) for group in (0, 1, 2)]
+        for waiter in waiters:
+            waiter.start()
+        daemon.say(Progress(request.seq, "group", 0, 1))
+        wait_until(lambda: woken == [1])
+        daemon.say(Progress(request.seq, "group", 1, 0))  # of another stage
+        wait_until(lambda: ticket.group_done(1, 0))
+        assert woken == [1]
+        assert [ticket.group_done(0, group) for group in (0, 1, 2)] == [False, True, False]
+        assert ticket.rows_busy
+        with pytest.raises(DeadlineExceeded):
+            ticket.wait_group(0, 2, deadline_s=0.01)
+        daemon.say(restored(request.seq))
+        for waiter in waiters:
+            waiter.join()
+        assert sorted(woken) == [0, 1, 2]
+        assert ticket.group_done(0, 7)
+        ticket.wait_group(0, 7)
+        daemon.say(empty_stats(stats.seq))
+        leader.join()
+
+
 def test_the_final_reply_implies_source_free(tmp_path: Path) -> None:
     with rig(tmp_path) as (daemon, _, engine, _):
         ticket = engine.capture("chat", [1], range(1))

@@ -12,6 +12,7 @@ import pytest
 from stratad.bench.engine_wire import Generated, Parked, Prefilled, Ready, Restored
 from stratad.ctl.demo import Outcome, Settings, Talk, _Demo, add_arguments, conclude, run_demo
 from stratad.ctl.demo_model import check_stages, layers_of, model_folder
+from stratad.ctl.doctor_host import TorchSight
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import Answer, CommandError
 
@@ -207,3 +208,28 @@ def test_a_restored_cache_with_other_bytes_is_a_failure_even_with_the_same_token
     assert answer.exit_code == ExitCode.FAILED
     assert answer.data["cache_identical"] is False
     assert any("bytes" in line for line in answer.lines if "FAILED" in line)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (["--cards", "0"], "--cards 0"),
+        (["--cards", "4", "--stages", "2"], "several cards have one stage each"),
+        (["--cards", "2", "--device", "cpu"], "--device cpu"),
+    ],
+)
+def test_cards_that_cannot_be_are_refused_before_anything_starts(flags: list[str], what: str) -> None:
+    error = _refused("--model", "random:tiny", *flags)
+    assert error.exit_code == ExitCode.USAGE
+    assert what in error.what
+
+
+def test_more_cards_than_torch_sees_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratad.ctl.demo_model.torch_sees_gpus", lambda: TorchSight("2", 2, ""))
+    assert "--cards 4, but torch sees 2 GPUs" in _refused("--model", "random:tiny", "--cards", "4").what
+
+
+def test_an_engine_over_several_cards_is_told_all_of_them() -> None:
+    assert SETTINGS.engine_device == "cpu"
+    assert replace(SETTINGS, device="auto", cards=3).engine_device == "cuda:0,cuda:1,cuda:2"

@@ -95,7 +95,7 @@ def test_status_of_an_empty_daemon() -> None:
 
 def test_status_json_holds_the_whole_reply() -> None:
     data = json.loads(json.dumps(describe(STATS, lambda _pid: 1).data))
-    expected = set(STATS.__struct_fields__) - {"seq"} | {"processes"}
+    expected = set(STATS.__struct_fields__) - {"seq"} | {"processes", "places"}
     assert set(data) == expected
     assert data["workers"][0]["cpus"] == [0, 1, 2, 5]
     assert data["ops"][0]["conversation"] == "chat"

@@ -55,7 +55,7 @@ def test_bytes_of_tensors(dtype: str) -> None:
         (np.arange(12).reshape(3, 4).T, r"shape \(4, 3\) and strides \(8, 32\) is not contiguous"),
         (np.arange(10)[::2], "not contiguous"),
         (np.array(["2020-01-01"] * 4, "datetime64[D]")[::2], "not contiguous"),
-        (memoryview(b"abcdef")[::2], "not contiguous"),
+        pytest.param(memoryview(b"abcdef")[::2], "not contiguous", id="memoryview"),
         (torch.arange(12).reshape(3, 4).T, r"tensor of shape \(4, 3\) and strides \(1, 4\) is not contiguous"),
         (torch.zeros(2, device="meta"), "lies on meta"),
         (torch.zeros(2).to_sparse(), "neither a buffer nor a CPU tensor"),

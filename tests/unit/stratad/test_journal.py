@@ -1,6 +1,7 @@
 """The journal's file: what was appended is read back, whatever a killed writer or a bad disk left behind it."""
 
 import os
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from shm.shuttle import MOUNT
 from stratad.core.images import ImagePart
+from stratad.core.memory import INDEX_ENTRY_BYTES
 from stratad.core.records import DropRecord, ImageRecord, Record, StageRecord, WorkerRecord, replay
 from stratad.journal import (
     AGAIN_S,
@@ -19,6 +21,7 @@ from stratad.journal import (
     ForeignJournal,
     Journal,
     JournalError,
+    is_written,
     journal_path,
     parse,
     read_journal,
@@ -169,6 +172,18 @@ def test_superseded_records_are_left_behind_while_it_is_written(instance: str) -
     assert journal_path(instance).stat().st_size == journal.file_bytes
     journal.close()
     assert [path.name for path in MOUNT.glob(f"stratad.{instance}.*")] == [f"stratad.{instance}.journal"]
+
+
+def test_whether_somebody_writes_it_can_be_told(instance: str) -> None:
+    assert not is_written(instance)
+    journal = Journal(instance, ())
+    assert not is_written(instance)
+    journal.open()
+    assert is_written(instance)
+    journal.write_anew(())
+    assert is_written(instance)
+    journal.close()
+    assert not is_written(instance)
 
 
 def test_a_compaction_copies_in_bounded_steps(instance: str) -> None:
@@ -341,6 +356,24 @@ def test_a_file_of_another_kind_is_refused(instance: str, tmp_path: Path) -> Non
     with pytest.raises(OSError, match="symbolic"):
         read_journal(instance)
     assert (tmp_path / "elsewhere").read_bytes() == b"mine"
+
+
+def test_the_estimate_of_what_its_index_takes_is_near(instance: str) -> None:
+    journal = opened(instance)
+    records: list[Record] = [
+        DropRecord(()),
+        *(WorkerRecord(f"cuda:{number}", 10**6 + number, 10**7) for number in range(20_000)),
+    ]
+    journal.append(records[:1])
+    tracemalloc.start()
+    try:
+        for record in records[1:]:
+            journal.append((record,))
+        took_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.7 < took_bytes / (len(records) * INDEX_ENTRY_BYTES) < 1.4
+    journal.close()
 
 
 def test_the_overhead_of_a_record_is_its_frame(instance: str) -> None:

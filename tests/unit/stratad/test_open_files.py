@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratad.open_files import OWN, PER_CLIENT, POOLS_PER_CLIENT, raise_open_files
+from stratad.open_files import LEAST, SPARE_LEAST, clients_served, raise_open_files, spare_files
 
 
 @pytest.fixture(autouse=True)
@@ -19,16 +19,24 @@ def _soft_limit() -> Iterator[None]:
 
 def test_the_soft_limit_becomes_the_hard_one(caplog: pytest.LogCaptureFixture) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    enough = (hard - OWN) // (PER_CLIENT + POOLS_PER_CLIENT)
     with caplog.at_level(logging.WARNING):
-        assert raise_open_files(enough) == hard
+        assert raise_open_files(clients_served(hard)) == hard
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     assert not caplog.records
 
 
 def test_too_low_a_hard_limit_is_told(caplog: pytest.LogCaptureFixture) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    clients = (hard - OWN) // (PER_CLIENT + POOLS_PER_CLIENT) + 1
-    raise_open_files(clients)
+    raise_open_files(clients_served(hard) + 1)
     (record,) = caplog.records
     assert "LimitNOFILE" in record.message
+
+
+def test_what_no_client_is_given_grows_with_the_limit() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    assert spare_files() == SPARE_LEAST
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    assert spare_files() == 128
+    assert clients_served(LEAST) == 1
+    assert clients_served(LEAST - 1) == 0

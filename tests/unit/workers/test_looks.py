@@ -14,6 +14,7 @@ from tests.unit.workers.gpu_rig import CaseGpu
 from tests.unit.workers.look_checks import check_hinted_capture, check_hints_that_cannot_be, check_resident_restore
 from tests.unit.workers.rig import NEVER, Rig, slot_layout
 from tests.unit.workers.shape_checks import SLICE_BYTES, granules_of
+from tests.unit.workers.test_job_desk import Desk
 from workers.digest import MLH, XXH3
 from workers.lanes import JobHooks
 
@@ -88,6 +89,38 @@ def test_slices_that_are_only_digested_are_larger() -> None:
         assert len(plan.look.chunks) == 5
         assert len(plan.look.slices) < 5 <= len(plan.slices)
         assert plan.work_bytes == plan.moved_bytes + plan.look.moved_bytes
+
+
+def test_what_is_looked_at_counts_as_work() -> None:
+    """A job is done by the loop itself only if all that it moves and reads is little."""
+    with rig_of(CASE, 1) as rig:
+        hinted = msgspec.structs.replace(CASE.capture_job([]), hinted=pack_numbers(range(6)))
+        plan = rig.plan(hinted)
+        assert (plan.moved_bytes, plan.work_bytes) == (0, sum(span.length_bytes for span in CASE.spans))
+        desk = Desk(rig.device, rig.pool, plan.work_bytes - 1)  # type: ignore[arg-type]
+        try:
+            desk.desk.start(hinted)
+            assert not desk.desk.idle
+            (done,) = desk.wait(1)
+            assert isinstance(done, JobDone)
+        finally:
+            desk.close()
+
+
+@pytest.mark.usefixtures("clean")
+def test_looks_take_no_staging(runtime: GpuRuntime) -> None:
+    layout = slot_layout(planes=2, row_bytes=64 * 1024, rows=64, chunk_tokens=4)
+    case = Case(layout, layout.end_bytes, 32, (), (tuple(range(32)), ()), (tuple(range(32, 64)), ()), (32,))
+    with CaseGpu(runtime, case, 1) as gpu:
+        before = gpu.cuda.resources()
+        done = gpu.run(case.digest_job(range(8)))
+        hinted = msgspec.structs.replace(case.capture_job([]), hinted=pack_numbers(range(8)))
+        looked = gpu.run(hinted)
+        assert isinstance(done, JobDone)
+        assert isinstance(looked, JobDone)
+        assert looked.digests == done.digests
+        assert len(gpu.plan(hinted).look.slices) == 1  # type: ignore[union-attr]
+        assert gpu.cuda.resources() == before
 
 
 def test_of_another_algorithm_nothing_is_looked_for() -> None:

@@ -45,6 +45,7 @@ from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, granules_for, pack_pla
 from shm.layout import StageLayout
 from shm.memfd import create_pool
 from shm.shuttle import unlink
+from shm.under_way import TAG, read_under_way
 from tests.support.layouts import packed_rows
 from tests.support.wait import wait_until
 from tests.unit.workers.rig import slot_layout
@@ -291,6 +292,38 @@ def test_a_lost_device_is_reported_then_left(supervisor: SmallSupervisor, pool: 
     failed = supervisor.ask(capture_job(pool.layout, 1), JobFailed)
     assert (failed.code, failed.sticky) == ("device_error", True)
     assert supervisor.exited().status == exit_codes.DEVICE_LOST
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
+def test_what_a_killed_worker_had_under_way_can_be_read(
+    supervisor: SmallSupervisor, pool: Pool, segment: str, inline_bytes: int
+) -> None:
+    fork_worker(supervisor, inline_bytes=inline_bytes, faults={"restore.copy_kill": "1"})
+    make_shuttle(supervisor, segment)
+    open_pool(supervisor, pool)
+    done = supervisor.ask(capture_job(pool.layout, 1), JobDone)
+    assert supervisor.lifeline is not None
+    supervisor.lifeline.drain()
+    descriptor = supervisor.lifeline.take(TAG)
+    wait_until(lambda: read_under_way(descriptor) == ())
+    supervisor.send(restore_job(pool.layout, 2, done.digests))
+    supervisor.send(restore_job(pool.layout, 3, done.digests))
+    assert supervisor.exited().status == -signal.SIGKILL
+    assert read_under_way(descriptor) == (2,)
+    os.close(descriptor)
+
+
+def test_a_small_restore_goes_before_a_large_one(supervisor: SmallSupervisor, pool: Pool, segment: str) -> None:
+    fork_worker(supervisor, inline_bytes=0, slice_bytes=1, small_bytes=5000, faults={"restore.slow_copy_s": "0.02"})
+    make_shuttle(supervisor, segment)
+    open_pool(supervisor, pool)
+    large = supervisor.ask(capture_job(pool.layout, 1), JobDone)
+    small = supervisor.ask(capture_job(pool.layout, 2, tokens=16), JobDone)
+    supervisor.send(restore_job(pool.layout, 4, small.digests, tokens=16))
+    for job in (5, 6):
+        supervisor.send(restore_job(pool.layout, job, large.digests))
+    supervisor.send(restore_job(pool.layout, 7, small.digests, tokens=16))
+    assert [supervisor.report(JobDone).job for _ in range(4)][:2] == [4, 7]
 
 
 def test_a_waiting_event_holds_up_nobody(supervisor: SmallSupervisor, pool: Pool, segment: str) -> None:
