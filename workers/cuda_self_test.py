@@ -12,6 +12,7 @@ from workers.cuda_pool import CudaPool, PoolMemory
 from workers.device import DeviceFailure, SliceWork
 from workers.digest import MLH, SUMS, Bytes, Digester
 from workers.gpu_kernels import LoadedSlice, SliceKernels
+from workers.kernel_source import COMPARE, COPY
 from workers.jobs import copy_chunks
 from workers.pieces import PoolView
 from workers.rowmap import RowMap
@@ -39,7 +40,7 @@ def run_self_test(runtime: GpuRuntime, counts: Counts, kernels: SliceKernels, di
             pool = CudaPool(
                 runtime, counts, PoolMemory(memory.address, memory.size_bytes, _nothing), layout, event=0, stream=stream
             )
-            slot = SlotMemory(runtime, counts, 2 * layout.end_bytes, kernels.move)
+            slot = SlotMemory(runtime, counts, 2 * layout.end_bytes, kernels)
             try:
                 _Trial(runtime, counts, kernels, digester, stream).run(pool, slot)
             finally:
@@ -86,7 +87,7 @@ class _Trial:
         chunks = copy_chunks(layout, _TOKENS, (_TOKENS,))
         rows = (RowMap.parse(pack_rows(_RUNS), _BLOCKS, 8), RowMap.parse(pack_rows(((1, 1),)), 2, 1))
         work = SliceWork(pool, rows, tuple(chunks))
-        table = slice_table(work, layout)
+        table = slice_table(work, pool.shapes)
         loaded = LoadedSlice.of(pool, slot, table, self._stream)
         expected = _gathered(source, work)
         self._kernels.digest_rows(loaded, slot.source_sums, self._stream)

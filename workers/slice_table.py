@@ -1,6 +1,5 @@
 """The tables that tell the GPU kernels about a slice (see `workers.kernel_source`), built with numpy."""
 
-from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -10,15 +9,25 @@ from shm.layout import StageLayout
 from workers.device import SliceWork
 from workers.digest import BLOCK_BYTES
 from workers.jobs import ChunkWork
-from workers.kernel_source import TILE_BYTES, WIDTHS
+from workers.kernel_source import COLUMN_BYTES, TILE_BYTES, WIDTHS
+from workers.rowmap import Index, RowMap
 
 PLANE: Final = np.dtype(
-    [("base", "<u8"), ("stride", "<u8"), ("prefix", "<u8"), ("row_bytes", "<u4"), ("token_bytes", "<u4")]
+    [
+        ("base", "<u8"),
+        ("stride", "<u8"),
+        ("prefix", "<u8"),
+        ("magic", "<u8"),
+        ("row_bytes", "<u4"),
+        ("token_bytes", "<u4"),
+        ("unused", "<u8"),
+    ]
 )
 CHUNK: Final = np.dtype(
     [
         ("staging", "<u8"),
         ("length", "<u8"),
+        ("plane_magic", "<u8"),
         ("first_row", "<u4"),
         ("row_count", "<u4"),
         ("live_rows", "<u4"),
@@ -27,10 +36,26 @@ CHUNK: Final = np.dtype(
         ("plane_count", "<u4"),
         ("first_tile", "<u4"),
         ("first_block", "<u4"),
+        ("unused", "<u8"),
     ]
 )
 # Vectors of 16 bytes are read from staging.
 _ALIGN_BYTES: Final = 16
+# About two thread blocks for each multiprocessor of a large card; with fewer some would idle.
+_DIGEST_THREAD_BLOCKS: Final = 256
+# More blocks for one load of the keys save nothing that could be measured.
+_MOST_BLOCKS_A_COLUMN: Final = 32
+_MAGIC_LIMIT: Final = 1 << 32
+
+Longs = npt.NDArray[np.int64]
+
+
+class GroupShape(NamedTuple):
+    """A group's planes in the plane table; `row_bytes` is that of each of them, or 0 where they differ."""
+
+    first_plane: int
+    plane_count: int
+    row_bytes: int
 
 
 class StagedChunk(NamedTuple):
@@ -42,27 +67,79 @@ class StagedChunk(NamedTuple):
     block_count: int
 
 
-class SliceTable(NamedTuple):
-    """One slice for the kernels. `rows` and `chunks` go to the device; sizes are in bytes and counts."""
+class DigestGrid(NamedTuple):
+    """How the digest kernels share out a slice: `columns` of its blocks, each in `groups` of `group` blocks."""
 
-    rows: npt.NDArray[np.uint32]
+    columns: int
+    groups: int
+    group: int
+
+
+class SliceTable(NamedTuple):
+    """One slice for the kernels. `rows` and `chunks` go to the device, `targets` (of a copy from rows to rows) too.
+    `lengths` and `blocks` are the chunks' bytes and their numbers of blocks; sizes are in bytes and counts.
+    """
+
+    works: tuple[ChunkWork, ...]
+    rows: Index
+    targets: Index
     chunks: npt.NDArray[np.void]
-    staged: tuple[StagedChunk, ...]
+    lengths: Longs
+    blocks: Longs
     tile_count: int
     block_count: int
     staging_bytes: int
 
+    @property
+    def staged(self) -> list[StagedChunk]:
+        """The chunks one by one."""
+        places = zip(
+            self.works,
+            self.chunks["staging"].tolist(),
+            self.chunks["first_block"].tolist(),
+            self.blocks.tolist(),
+            strict=True,
+        )
+        return [StagedChunk(*place) for place in places]
+
+    @property
+    def grid(self) -> DigestGrid:
+        """Enough thread blocks to fill a card, and as many blocks for each load of a column's keys as that allows."""
+        columns = -(-min(int(self.lengths.max(initial=0)), BLOCK_BYTES) // COLUMN_BYTES)
+        group = max(2, min(_MOST_BLOCKS_A_COLUMN, self.block_count * columns // _DIGEST_THREAD_BLOCKS))
+        group += group % 2  # the kernel takes two at a time
+        return DigestGrid(columns, -(-self.block_count // group), group)
+
+
+def magic_of(divisor: int) -> int:
+    """With this a kernel divides numbers below 2^32 by `divisor` (exactly: the error is below one part in 2^32).
+    0 where it cannot or need not.
+    """
+    return (2**64 - 1) // divisor + 1 if 1 < divisor < _MAGIC_LIMIT else 0
+
 
 def plane_table(layout: StageLayout, base: int) -> npt.NDArray[np.void]:
     """The planes of a pool at device address `base`, group after group."""
-    entries: list[tuple[int, int, int, int, int]] = []
+    entries: list[tuple[int, int, int, int, int, int, int]] = []
     for group in layout.all_groups:
         prefix = 0
         for plane in group.planes:
             token_bytes = plane.token_stride_bytes or plane.row_bytes
-            entries.append((base + plane.offset_bytes, plane.row_stride_bytes, prefix, plane.row_bytes, token_bytes))
+            start, magic = base + plane.offset_bytes, magic_of(plane.row_bytes)
+            entries.append((start, plane.row_stride_bytes, prefix, magic, plane.row_bytes, token_bytes, 0))
             prefix += plane.row_bytes
     return np.array(entries, PLANE)
+
+
+def group_shapes(layout: StageLayout) -> tuple[GroupShape, ...]:
+    """The shape of every group, in order."""
+    shapes: list[GroupShape] = []
+    first = 0
+    for group in layout.all_groups:
+        sizes = {plane.row_bytes for plane in group.planes}
+        shapes.append(GroupShape(first, len(group.planes), sizes.pop() if len(sizes) == 1 else 0))
+        first += len(group.planes)
+    return tuple(shapes)
 
 
 def vector_width(planes: npt.NDArray[np.void]) -> int:
@@ -71,35 +148,73 @@ def vector_width(planes: npt.NDArray[np.void]) -> int:
     return next(width for width in WIDTHS if not np.any(every % np.uint64(width)))
 
 
-def slice_table(work: SliceWork, layout: StageLayout) -> SliceTable:
-    """The tables of one slice."""
-    chunks = np.zeros(len(work.chunks), CHUNK)
-    staged: list[StagedChunk] = []
-    row_parts: list[npt.NDArray[np.uint32]] = []
-    rows_so_far = tiles = blocks = staging = 0
-    first_planes = list(accumulate((len(group.planes) for group in layout.all_groups), initial=0))
-    for number, chunk in enumerate(work.chunks):
-        span = chunk.span
-        length = span.length_bytes
-        part = work.rows[span.group].index(span.first_row, span.first_row + chunk.live_rows)
-        first_plane = first_planes[span.group]
-        chunks[number] = (
-            staging,
-            length,
-            rows_so_far,
-            span.row_count,
-            chunk.live_rows,
-            chunk.tail_tokens,
-            first_plane,
-            first_planes[span.group + 1] - first_plane,
-            tiles,
-            blocks,
-        )
-        block_count = -(-length // BLOCK_BYTES)
-        staged.append(StagedChunk(chunk, staging, blocks, block_count))
-        row_parts.append(part)
-        rows_so_far += len(part)
-        tiles += -(-length // TILE_BYTES)
-        blocks += block_count
-        staging += -(-length // _ALIGN_BYTES) * _ALIGN_BYTES
-    return SliceTable(np.concatenate(row_parts), chunks, tuple(staged), tiles, blocks, staging)
+def slice_table(work: SliceWork, shapes: tuple[GroupShape, ...], target: SliceWork | None = None) -> SliceTable:
+    """The tables of one slice; `target` says where a copy from rows to rows goes."""
+    fields = [
+        (c.span.length_bytes, c.span.group, c.span.first_row, c.span.row_count, c.live_rows, c.tail_tokens)
+        for c in work.chunks
+    ]
+    table = np.array(fields, np.int64).reshape(-1, 6)
+    lengths, groups, first_rows, row_counts, live_rows, tails = table.T
+    chunks = np.zeros(len(table), CHUNK)
+    tiles = -(-lengths // TILE_BYTES)
+    blocks = -(-lengths // BLOCK_BYTES)
+    aligned = -(-lengths // _ALIGN_BYTES) * _ALIGN_BYTES
+    chunks["staging"] = _starts(aligned)
+    chunks["length"] = lengths
+    chunks["plane_magic"] = _plane_magics(shapes, groups, row_counts, lengths)
+    chunks["first_row"] = _starts(live_rows)
+    chunks["row_count"] = row_counts
+    chunks["live_rows"] = live_rows
+    chunks["tail_tokens"] = tails
+    chunks["first_plane"] = np.array([shape.first_plane for shape in shapes], np.int64)[groups]
+    chunks["plane_count"] = np.array([shape.plane_count for shape in shapes], np.int64)[groups]
+    chunks["first_tile"] = _starts(tiles)
+    chunks["first_block"] = _starts(blocks)
+    spans = _row_spans(groups, first_rows, live_rows)
+    return SliceTable(
+        works=work.chunks,
+        rows=_row_list(work.rows, spans),
+        targets=_row_list(target.rows, spans) if target is not None else np.empty(0, np.uint32),
+        chunks=chunks,
+        lengths=lengths,
+        blocks=blocks,
+        tile_count=int(tiles.sum()),
+        block_count=int(blocks.sum()),
+        staging_bytes=int(aligned.sum()),
+    )
+
+
+def _starts(sizes: Longs) -> Longs:
+    """Where each begins, laid end to end."""
+    return np.cumsum(sizes) - sizes
+
+
+def _plane_magics(
+    shapes: tuple[GroupShape, ...], groups: Longs, row_counts: Longs, lengths: Longs
+) -> npt.NDArray[np.uint64]:
+    """What divides by the bytes of one plane of a chunk. Most chunks of a slice are alike."""
+    found = np.zeros(len(groups), np.uint64)
+    kinds, which = np.unique(np.stack([groups, row_counts, lengths], axis=1), axis=0, return_inverse=True)
+    for number, (group, row_count, length) in enumerate(kinds.tolist()):
+        magic = magic_of(shapes[group].row_bytes * row_count) if length < _MAGIC_LIMIT else 0
+        found[which.reshape(-1) == number] = magic
+    return found
+
+
+def _row_spans(groups: Longs, first_rows: Longs, live_rows: Longs) -> list[tuple[int, int, int]]:
+    """(group, first, end) of the positions that the chunks take, neighbours joined."""
+    ends = first_rows + live_rows
+    breaks = np.flatnonzero((groups[1:] != groups[:-1]) | (first_rows[1:] != ends[:-1])) + 1
+    firsts = np.concatenate([[0], breaks]).astype(np.int64)
+    lasts = np.concatenate([breaks, [len(groups)]]).astype(np.int64) - 1
+    if not len(groups):
+        return []
+    return list(
+        zip(groups[firsts].tolist(), first_rows[firsts].tolist(), ends[lasts].tolist(), strict=True)
+    )
+
+
+def _row_list(rows: tuple[RowMap, ...], spans: list[tuple[int, int, int]]) -> Index:
+    parts = [rows[group].index(first, end) for group, first, end in spans]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint32), *parts])

@@ -248,9 +248,13 @@ extern "C" long live_locks() { return (long)locked.size(); }
 def _launcher(kernel: str) -> str:
     rows = ["const Plane*", "const Chunk*", "u32", "const u32*"]
     if kernel.startswith("digest_rows"):
-        kinds = [*rows, "const u64*", "u64*"]
+        kinds = [*rows, "const u64*", "u64*", "u32", "u32", "u32"]
+    elif kernel.startswith("copy_rows"):
+        kinds = [*rows, "const u32*", "u64*", "u32"]
     elif kernel == "digest_staging":
-        kinds = ["const Chunk*", "u32", "const u64*", "const u8*", "u64*"]
+        kinds = ["const Chunk*", "u32", "const u64*", "const u8*", "u64*", "u32", "u32", "u32"]
+    elif kernel == "load_tables":
+        kinds = ["const uint4*", "uint4*", "u32", "uint4*", "u32"]
     elif kernel == "move":
         kinds = ["const uint4*", "uint4*", "u32"]
     else:

@@ -20,7 +20,7 @@ from workers.digest import BLOCK_BYTES, MLH, Bytes, Digester
 from workers.jobs import capture_chunks, restore_chunks
 from workers.kernel_source import SOURCE
 from workers.rowmap import RowMap
-from workers.slice_table import SliceTable, plane_table, slice_table, vector_width
+from workers.slice_table import SliceTable, group_shapes, plane_table, slice_table, vector_width
 
 COMPILER = shutil.which("g++") or shutil.which("c++") or ""
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
@@ -62,26 +62,30 @@ class Emulated:
             self.keys[shift:] = self.keys[:-shift].copy()
             self.keys = self.keys[shift:]
 
-    def rows(self, kernel: str, *last: ctypes.c_void_p) -> None:
+    def rows(self, kernel: str, *last: ctypes.c_void_p | ctypes.c_uint) -> None:
         function = getattr(self.kernels, f"run_{kernel}_{self.width}")
         table = self.table
         count = ctypes.c_uint(len(table.chunks))
         planes = pointer(self.pool.planes)
-        function(ctypes.c_uint(table.tile_count), planes, pointer(table.chunks), count, pointer(table.rows), *last)
+        blocks = ctypes.c_uint(table.grid.columns * table.grid.groups if kernel == "digest_rows" else table.tile_count)
+        function(blocks, planes, pointer(table.chunks), count, pointer(table.rows), *last)
 
     def digests(self, *, staged: bool) -> list[bytes]:
         sums = np.zeros((self.table.block_count, 4), np.uint64)
+        columns, groups, group = self.table.grid
+        shares = ctypes.c_uint(self.table.block_count), ctypes.c_uint(groups), ctypes.c_uint(group)
         if staged:
             self.kernels.run_digest_staging(
-                ctypes.c_uint(self.table.tile_count),
+                ctypes.c_uint(columns * groups),
                 pointer(self.table.chunks),
                 ctypes.c_uint(len(self.table.chunks)),
                 pointer(self.keys),
                 pointer(self.staging),
                 pointer(sums),
+                *shares,
             )
         else:
-            self.rows("digest_rows", pointer(self.keys), pointer(sums))
+            self.rows("digest_rows", pointer(self.keys), pointer(sums), *shares)
         return [
             DIGESTER.mlh.finish(sums[c.first_block : c.first_block + c.block_count], c.work.span.length_bytes)
             for c in self.table.staged
@@ -115,7 +119,7 @@ def test_kernels_move_and_digest_what_the_model_says(kernels: ctypes.CDLL, case:
     pool = HostPool(layout, seed)
     before = pool.memory.copy()
     expected = [case.chunk(before, span) for span in case.spans]
-    device = Emulated(kernels, pool, slice_table(case_work(pool, case), layout))
+    device = Emulated(kernels, pool, slice_table(case_work(pool, case), group_shapes(layout)))
     reference = [DIGESTER.digest(MLH, array_of(chunk)) for chunk in expected]
     assert device.digests(staged=False) == reference
     device.rows("gather", pointer(device.staging))
@@ -128,7 +132,7 @@ def test_kernels_move_and_digest_what_the_model_says(kernels: ctypes.CDLL, case:
         pool.memory[:] ^= 0x5A
         destroyed = pool.memory.copy()
         if work.chunks:
-            back = Emulated(kernels, pool, slice_table(work, layout))
+            back = Emulated(kernels, pool, slice_table(work, group_shapes(layout)))
             for chunk in back.table.staged:
                 stored = expected[chunk.work.number]
                 back.staging[chunk.staging_bytes : chunk.staging_bytes + len(stored)] = array_of(stored)
@@ -150,13 +154,13 @@ def test_kernels_take_rows_that_cross_tiles(kernels: ctypes.CDLL, grain: int, ga
     case = Case(layout, layout.end_bytes, tokens, (), (tuple(order[:12]),), (tuple(order[12:]),), (tokens,))
     pool = HostPool(layout, gap)
     before = pool.memory.copy()
-    device = Emulated(kernels, pool, slice_table(case_work(pool, case), layout))
+    device = Emulated(kernels, pool, slice_table(case_work(pool, case), group_shapes(layout)))
     assert device.width == grain
     assert device.table.tile_count > 3
     device.rows("gather", pointer(device.staging))
     assert [device.staged(number) for number in range(len(case.spans))] == [case.chunk(before, s) for s in case.spans]
     assert device.digests(staged=False) == device.digests(staged=True)
-    back = Emulated(kernels, pool, slice_table(case_work(pool, case, tokens), layout))
+    back = Emulated(kernels, pool, slice_table(case_work(pool, case, tokens), group_shapes(layout)))
     back.staging[:] = device.staging
     pool.memory[:] ^= 0x5A
     destroyed = pool.memory.copy()
@@ -175,7 +179,7 @@ def test_chunks_of_several_blocks(kernels: ctypes.CDLL, row_bytes: int) -> None:
     )
     pool = HostPool(layout, 5)
     case = Case(layout, layout.end_bytes, 40, (), ((*range(17, 40), *range(17)),), ((),), ())
-    device = Emulated(kernels, pool, slice_table(case_work(pool, case), layout))
+    device = Emulated(kernels, pool, slice_table(case_work(pool, case), group_shapes(layout)))
     assert device.table.block_count >= 2 * (40 * row_bytes // BLOCK_BYTES)
     device.rows("gather", pointer(device.staging))
     reference = [DIGESTER.digest(MLH, array_of(device.staged(number))) for number in range(2)]
