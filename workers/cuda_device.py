@@ -24,6 +24,7 @@ from workers.gpu_kernels import CompiledKernels, SliceKernels, compiled
 from workers.limiter import LinkLimiter
 from workers.mixed_copier import MixedCopier
 from workers.shuttle_map import ShuttleMap
+from workers.slice_table import key_table
 
 _log: Final = logging.getLogger(__name__)
 _SLICE_ROWS: Final = 65536
@@ -114,7 +115,7 @@ class CudaDevice:
         self.name = runtime.device_name(self._index)
         self._setup_stream = runtime.stream_create(urgent=False)
         self._counts.streams += 1
-        keys = np.ascontiguousarray(self._digester.mlh.first)
+        keys = key_table(self._digester.mlh.first)
         self._keys = DeviceMemory(runtime, self._counts, keys.nbytes)
         runtime.memcpy_async(self._keys.address, int(keys.ctypes.data), keys.nbytes, HOST_TO_DEVICE, self._setup_stream)
         runtime.stream_synchronize(self._setup_stream)

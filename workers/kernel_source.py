@@ -229,13 +229,16 @@ struct Staging {
   }
 };
 
+// The keys lie so that 32 threads with neighbouring vectors read neighbouring keys (see `workers.slice_table`): of 32
+// vectors first all first halves of their first words' keys, then all second halves, then those of their second words.
 // Words are multiplied with their keys; a single byte is its word's share, since the sum is linear.
 template <int V>
 __device__ static inline void accumulate(u64 (*sums)[4], const u64* keys, u32 position, const Vector<V>* vectors) {
 #pragma unroll
   for (int n = 0; n < (V == 16 ? 4 : 1); ++n) {
-    const ulonglong2* pair = (const ulonglong2*)(keys + 4 * (u64)((position >> 2) + n));
-    ulonglong2 low = pair[0], high = pair[1];
+    u32 word_at = (position >> 2) + n, vector_at = word_at >> 2;
+    const ulonglong2* pair = (const ulonglong2*)keys + (vector_at >> 5) * 256 + (word_at & 3) * 64 + (vector_at & 31);
+    ulonglong2 low = pair[0], high = pair[32];
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       u64 word = vectors[part].words[n];
@@ -346,42 +349,56 @@ __device__ static inline void scatter(const Plane* planes, const Chunk* chunks, 
   }
 }
 
-// From rows to other rows of the same pool, then both read again and compared; a difference sets its block's sum.
+template <int V>
+__device__ static inline u32 differs_of(const Vector<V>& one, const Vector<V>& other) {
+  u32 bits = 0;
+#pragma unroll
+  for (int n = 0; n < (V == 16 ? 4 : 1); ++n) bits |= one.words[n] ^ other.words[n];
+  return bits;
+}
+
+// From rows to other rows of the same pool. `what` is 1: copy; 2: compare the rows of both sides; 3: copy, and read each
+// source again as soon as it is copied (it comes from the L2 cache then), to compare it with what was written. A difference
+// sets its block's sum.
 template <int V>
 __device__ static inline void copy_rows(const Plane* planes, const Chunk* chunks, u32 chunk_count, const u32* rows,
                                         const u32* targets, u64* differs, u32 what) {
   TILE_BOUNDS
   Rows<V> from = {planes, rows}, to = {planes, targets};
-  if (what & 1) {
-    for (u32 at = threadIdx.x * V; at < size; at += THREADS * V * Unroll<V>::count) {
-      Vector<V> vectors[Unroll<V>::count];
-      Spot spots[Unroll<V>::count];
+  u32 unequal = 0;
+  for (u32 at = threadIdx.x * V; at < size; at += THREADS * V * Unroll<V>::count) {
+    Vector<V> vectors[Unroll<V>::count];
+    const u8* sources[Unroll<V>::count];
+    u32 valid[Unroll<V>::count];
 #pragma unroll
-      for (int step = 0; step < Unroll<V>::count; ++step) {
-        u32 offset = at + step * THREADS * V;
-        spots[step].valid = 0;
-        if (offset >= size) continue;
-        spots[step] = spot_at<V>(cursor, planes, chunk, start + offset);
-        if (spots[step].valid) vectors[step] = load<V>(address_of(spots[step], chunk, rows), spots[step].valid);
+    for (int step = 0; step < Unroll<V>::count; ++step) {
+      u32 offset = at + step * THREADS * V;
+      valid[step] = 0;
+      if (offset >= size) continue;
+      if (what == 2) {
+        Vector<V> other = to.at(cursor, chunk, start + offset);
+        unequal |= differs_of<V>(from.at(cursor, chunk, start + offset), other);
+        continue;
       }
-#pragma unroll
-      for (int step = 0; step < Unroll<V>::count; ++step)
-        if (spots[step].valid) store<V>(address_of(spots[step], chunk, targets), spots[step].valid, vectors[step]);
+      Spot spot = spot_at<V>(cursor, planes, chunk, start + offset);
+      valid[step] = spot.valid;
+      if (!spot.valid) continue;
+      sources[step] = address_of(spot, chunk, rows);
+      vectors[step] = load<V>(sources[step], spot.valid);
     }
-  }
-  if (what & 2) {
-    u32 unequal = 0;
-    for (u32 at = threadIdx.x * V; at < size; at += THREADS * V * Unroll<V>::count) {
+    if (what == 2) continue;
 #pragma unroll
-      for (int step = 0; step < Unroll<V>::count; ++step) {
-        u32 offset = at + step * THREADS * V;
-        if (offset >= size) continue;
-        Vector<V> one = from.at(cursor, chunk, start + offset), other = to.at(cursor, chunk, start + offset);
-        for (int n = 0; n < (V == 16 ? 4 : 1); ++n) unequal |= one.words[n] ^ other.words[n];
-      }
+    for (int step = 0; step < Unroll<V>::count; ++step) {
+      if (!valid[step]) continue;
+      Spot spot = spot_at<V>(cursor, planes, chunk, start + at + step * THREADS * V);
+      store<V>(address_of(spot, chunk, targets), valid[step], vectors[step]);
     }
-    if (unequal) differs[4 * (chunk->first_block + start / BLOCK)] = 1;
+    if (what == 1) continue;
+#pragma unroll
+    for (int step = 0; step < Unroll<V>::count; ++step)
+      if (valid[step]) unequal |= differs_of<V>(load<V>(sources[step], valid[step]), vectors[step]);
   }
+  if (unequal) differs[4 * (chunk->first_block + start / BLOCK)] = 1;
 }
 
 // --- entries ---------------------------------------------------------------------------------------------------------

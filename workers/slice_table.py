@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from shm.layout import StageLayout
 from workers.device import SliceWork
-from workers.digest import BLOCK_BYTES
+from workers.digest import BLOCK_BYTES, Words
 from workers.jobs import ChunkWork
 from workers.kernel_source import COLUMN_BYTES, TILE_BYTES, WIDTHS
 from workers.rowmap import Index, RowMap
@@ -116,6 +116,13 @@ def magic_of(divisor: int) -> int:
     0 where it cannot or need not.
     """
     return (2**64 - 1) // divisor + 1 if 1 < divisor < _MAGIC_LIMIT else 0
+
+
+def key_table(keys: Words) -> Words:
+    """The digest's keys, shape (words, 4), as the kernels read them: a word's four keys are two halves of 16 bytes, a
+    vector's four words eight; of 32 vectors first all first halves, then all second ones, and so on.
+    """
+    return np.ascontiguousarray(keys.reshape(-1, 32, 8, 2).transpose(0, 2, 1, 3))
 
 
 def plane_table(layout: StageLayout, base: int) -> npt.NDArray[np.void]:

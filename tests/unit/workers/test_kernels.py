@@ -20,7 +20,7 @@ from workers.digest import BLOCK_BYTES, MLH, Bytes, Digester
 from workers.jobs import capture_chunks, restore_chunks
 from workers.kernel_source import SOURCE
 from workers.rowmap import RowMap
-from workers.slice_table import SliceTable, group_shapes, plane_table, slice_table, vector_width
+from workers.slice_table import SliceTable, group_shapes, key_table, plane_table, slice_table, vector_width
 
 COMPILER = shutil.which("g++") or shutil.which("c++") or ""
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
@@ -56,7 +56,7 @@ class Emulated:
         room = np.full(table.staging_bytes + 16, 0xEE, np.uint8)
         start = -room.ctypes.data % 16
         self.staging = room[start : start + table.staging_bytes]
-        self.keys = np.concatenate([DIGESTER.mlh.first.reshape(-1), np.zeros(2, np.uint64)])
+        self.keys = np.concatenate([key_table(DIGESTER.mlh.first).reshape(-1), np.zeros(2, np.uint64)])
         shift = (-self.keys.ctypes.data % 16) // 8
         if shift:
             self.keys[shift:] = self.keys[:-shift].copy()
