@@ -74,6 +74,10 @@ class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel: bool = True
     slice_bytes: Annotated[int, Meta(ge=64 * KIB, le=GIB)] = 64 * MIB
     staging_bytes: Annotated[int, Meta(ge=64 * KIB, le=4 * GIB)] = 128 * MIB
+    direct_slice_bytes: Annotated[int, Meta(ge=64 * KIB, le=16 * GIB)] = GIB
+    # Kernels gather and scatter whatever the layout at the link's rate, until a model has every multiprocessor.
+    path: Literal["auto", "gather", "engine"] = "auto"
+    stream_priority: Literal["high", "low"] = "high"
     # Jobs up to this size are done by the worker's loop itself: handing over to a lane would take longer.
     inline_bytes: Annotated[int, Meta(ge=0, le=64 * MIB)] = 256 * KIB
     chunk_tokens: Annotated[int, Meta(ge=1, le=65536)] = 256

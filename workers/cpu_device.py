@@ -121,10 +121,11 @@ def open_host_pool(stage: Stage, descriptor: int, on_close: Callable[[], None]) 
 class _Slot:
     """One slice under way."""
 
-    __slots__ = ("staging", "work")
+    __slots__ = ("staging", "target", "work")
 
     def __init__(self) -> None:
         self.work: SliceWork | None = None
+        self.target: SliceWork | None = None
         self.staging: list[Bytes] = []
 
 
@@ -223,8 +224,15 @@ class CpuCopier:
             self._digest_source(group, sum(piece.size_bytes for piece in group), hasher)
         return hasher.digest()
 
-    def complete_copy(self, slot: int, target: SliceWork) -> None:
+    def begin_copy(self, slot: int, work: SliceWork, target: SliceWork) -> None:
         """See `Copier`."""
+        self._slots[slot].work = work
+        self._slots[slot].target = target
+
+    def complete_copy(self, slot: int) -> None:
+        """See `Copier`."""
+        target, self._slots[slot].target = self._slots[slot].target, None
+        assert target is not None, "a slot is begun before it is completed"
         work = self._take(slot)
         staged = self._room_for_slice(work)
         for chunk, part in zip(work.chunks, staged, strict=True):
@@ -369,6 +377,8 @@ class CpuDevice:
         self._pools = 0
         self.slice_bytes = min(slice_bytes, HOST_SLICE_BYTES)
         self.slice_rows = _SLICE_ROWS
+        self.direct_slice_bytes = self.slice_bytes
+        self.ramp_bytes = 0
         self.name = platform.processor() or platform.machine()
         self.digest_algorithm = XXH3
         self.digest_path = "numpy"

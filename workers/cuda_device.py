@@ -18,7 +18,7 @@ from workers.cuda_copier import LOCK_STEP_BYTES, CudaCopier
 from workers.cuda_memory import Counts, DeviceMemory, SlotMemory, translated
 from workers.cuda_pool import AllocationBook, CudaPool, PoolMemory
 from workers.cuda_self_test import run_self_test
-from workers.device import HOST_SLICE_BYTES, DeviceFailure, LaneKind, PoolRefused, check_probe
+from workers.device import HOST_SLICE_BYTES, CopyPath, DeviceFailure, LaneKind, PoolRefused, check_probe
 from workers.digest import MLH, Digester
 from workers.gpu_kernels import CompiledKernels, SliceKernels, compiled
 from workers.limiter import LinkLimiter
@@ -28,6 +28,10 @@ from workers.slice_table import key_table
 
 _log: Final = logging.getLogger(__name__)
 _SLICE_ROWS: Final = 65536
+# Of copies from rows to rows, which a launch carries out at the memory's speed: some of the time of a cancellation.
+DIRECT_SLICE_BYTES: Final = 1024 * 1024 * 1024
+# The host prepares the next slice in less time than the link takes for this one.
+_RAMP_BYTES: Final = 16 * 1024 * 1024
 # Of one process on a GPU, measured: 480 to 560 MiB on an H200, whatever it does.
 CONTEXT_BYTES: Final = 512 * 1024 * 1024
 
@@ -42,7 +46,16 @@ class CudaDevice:
     """See `workers.device.Device`."""
 
     def __init__(
-        self, runtime: GpuRuntime, index: int, digester: Digester, *, slice_bytes: int, staging_bytes: int
+        self,
+        runtime: GpuRuntime,
+        index: int,
+        digester: Digester,
+        *,
+        slice_bytes: int,
+        staging_bytes: int,
+        direct_slice_bytes: int = DIRECT_SLICE_BYTES,
+        path: CopyPath = CopyPath.AUTO,
+        urgent: bool = True,
     ) -> None:
         self._runtime = runtime
         self._index = index
@@ -57,14 +70,27 @@ class CudaDevice:
         self._setup_stream = 0
         self._staging_bytes = staging_bytes
         self._host_pools = 0
+        self._path = path
+        self._urgent = urgent
         self.slice_bytes = min(slice_bytes, staging_bytes)
         self.slice_rows = _SLICE_ROWS
+        self.direct_slice_bytes = direct_slice_bytes
+        self.ramp_bytes = min(_RAMP_BYTES, self.slice_bytes)
         self.digest_algorithm = MLH
         self.name = ""
 
     @classmethod
     def open(
-        cls, uuid: str, digester: Digester, *, slice_bytes: int, staging_bytes: int, kernels: str = "auto"
+        cls,
+        uuid: str,
+        digester: Digester,
+        *,
+        slice_bytes: int,
+        staging_bytes: int,
+        kernels: str = "auto",
+        direct_slice_bytes: int = DIRECT_SLICE_BYTES,
+        path: CopyPath = CopyPath.AUTO,
+        urgent: bool = True,
     ) -> "CudaDevice":
         """Open the GPU with this UUID. `kernels`: ``auto`` (compiled, torch where that fails), ``nvrtc`` or ``torch``.
 
@@ -79,7 +105,16 @@ class CudaDevice:
             index = runtime.find_device(uuid)
         if index is None:
             raise DeviceFailure("device_error", f"no GPU {uuid} is visible to this process")
-        device = cls(runtime, index, digester, slice_bytes=slice_bytes, staging_bytes=staging_bytes)
+        device = cls(
+            runtime,
+            index,
+            digester,
+            slice_bytes=slice_bytes,
+            staging_bytes=staging_bytes,
+            direct_slice_bytes=direct_slice_bytes,
+            path=path,
+            urgent=urgent,
+        )
         with device._starting():
             device.prepare(kernels)
         return device
@@ -283,6 +318,8 @@ class CudaDevice:
                 self._digester,
                 lane=lane,
                 staging_bytes=self._staging_bytes,
+                path=self._path,
+                urgent=self._urgent,
             )
         in_host = CpuCopier(
             self._shuttles, self._digester, LinkLimiter(0.0), HOST_SLICE_BYTES if lane is LaneKind.RESTORE else 0

@@ -190,7 +190,7 @@ class SlotMemory:
         return self._sums.address
 
     @property
-    def staging_sums(self) -> int:
+    def copy_sums(self) -> int:
         """Device address of the copy's sums."""
         return self._sums.address + self._blocks * SUMS * 8
 

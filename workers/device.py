@@ -71,6 +71,14 @@ class LaneKind(Enum):
     RESTORE = "restore"
 
 
+class CopyPath(Enum):
+    """What moves rows of a GPU: kernels that gather and scatter them, its copy engines, or whichever suits a slice."""
+
+    AUTO = "auto"
+    GATHER = "gather"
+    ENGINE = "engine"
+
+
 class DevicePool(Protocol):
     """A mapped pool of an engine."""
 
@@ -183,11 +191,20 @@ class Copier(Protocol):
         """
         ...
 
-    def complete_copy(self, slot: int, target: SliceWork) -> None:
-        """Prove what `begin_capture` began and write it to other rows: `target` has the same chunks and pool.
+    def begin_copy(self, slot: int, work: SliceWork, target: SliceWork) -> None:
+        """Start to copy a slice to other rows: `target` has the same chunks and pool. A pool in device memory is written
+        from now on, one in host memory only by `complete_copy`.
 
         Raises:
-            SourceDiffers: the source changed; nothing of the slice was written.
+            DeviceFailure: the device failed; the slice's target rows are undefined.
+        """
+        ...
+
+    def complete_copy(self, slot: int) -> None:
+        """Prove, and where that is yet to be done write, what was begun.
+
+        Raises:
+            SourceDiffers: the source changed; what was begun is undefined.
             DeviceFailure: the device failed; the slice's target rows are undefined.
         """
         ...
@@ -257,6 +274,18 @@ class Device(Protocol):
     @property
     def slice_rows(self) -> int:
         """Most rows of a slice."""
+        ...
+
+    @property
+    def direct_slice_bytes(self) -> int:
+        """Largest useful slice of a copy from rows to rows."""
+        ...
+
+    @property
+    def ramp_bytes(self) -> int:
+        """Size of a job's first slice, under which the next one is prepared, and of its last one, whose end nothing
+        covers. In between slices grow and shrink by halves. 0: all are as large as they may be.
+        """
         ...
 
     def bind_thread(self) -> None:

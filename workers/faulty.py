@@ -144,10 +144,14 @@ class FaultyCopier:
             os.kill(os.getpid(), signal.SIGKILL)
         return self._inner.complete_digest(slot)
 
-    def complete_copy(self, slot: int, target: SliceWork) -> None:
+    def begin_copy(self, slot: int, work: SliceWork, target: SliceWork) -> None:
+        """See `Copier`."""
+        self._inner.begin_copy(slot, self._begin(slot, work).work, _bare(target))
+
+    def complete_copy(self, slot: int) -> None:
         """See `Copier`."""
         self._strike(self._slices[slot])
-        self._inner.complete_copy(slot, _bare(target))
+        self._inner.complete_copy(slot)
 
     def begin_restore(self, slot: int, work: SliceWork) -> None:
         """See `Copier`."""
@@ -275,6 +279,16 @@ class FaultyDevice:
     def slice_rows(self) -> int:
         """See `Device`."""
         return self._inner.slice_rows
+
+    @property
+    def direct_slice_bytes(self) -> int:
+        """See `Device`."""
+        return self._inner.direct_slice_bytes
+
+    @property
+    def ramp_bytes(self) -> int:
+        """See `Device`."""
+        return self._inner.ramp_bytes
 
     def bind_thread(self) -> None:
         """See `Device`."""

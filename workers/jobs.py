@@ -265,18 +265,27 @@ def rows_needed(chunks: Sequence[ChunkWork], groups: int) -> list[int]:
     return needed
 
 
-def plan_slices(chunks: Sequence[ChunkWork], slice_bytes: int, slice_rows: int) -> list[SliceRange]:
-    """Cut chunks, in order, into slices of at most `slice_bytes` bytes and `slice_rows` rows.
+def plan_slices(
+    chunks: Sequence[ChunkWork], slice_bytes: int, slice_rows: int, ramp_bytes: int = 0
+) -> list[SliceRange]:
+    """Cut chunks, in order, into slices of at most `slice_bytes` bytes and `slice_rows` rows. With `ramp_bytes` the first
+    slice and the last have about so many bytes; sizes double from there, and halve to there.
 
     A chunk is never cut: one that is larger than a slice is a slice of its own.
     """
     slices: list[SliceRange] = []
     first = size = rows = 0
+    left = sum(chunk.span.length_bytes for chunk in chunks)
+    most, grown = slice_bytes, ramp_bytes or slice_bytes
     for at, chunk in enumerate(chunks):
         length, count = chunk.span.length_bytes, max(1, chunk.span.row_count)
-        if at > first and (size + length > slice_bytes or rows + count > slice_rows):
+        if at > first and (size + length > most or rows + count > slice_rows):
             slices.append(SliceRange(first, at - first))
+            left -= size
+            grown *= 2
             first, size, rows = at, 0, 0
+        if at == first:
+            most = min(slice_bytes, grown, max(ramp_bytes, left // 2)) if ramp_bytes else slice_bytes
         size += length
         rows += count
     if first < len(chunks):

@@ -9,7 +9,7 @@ A slice is described by three tables in device memory, so that one launch handle
   its planes, its first tile and its first block;
 * the row list (u32).
 
-Copies walk *tiles* of 32 KiB of a chunk in gathered order, a thread block each. Digests walk *columns*: the same 16 KiB of
+Copies walk *tiles* of 64 KiB of a chunk in gathered order, a thread block each. Digests walk *columns*: the same 16 KiB of
 several blocks of the digest, since all blocks have the same keys, and eight bytes of keys to each byte of data would
 otherwise be what the kernel waits for. A column's keys (128 KiB) stay in the L1 cache while the thread block goes through
 its blocks, two at a time; data goes past that cache. Threads walk in vectors of 16, 4 or 1 bytes, the largest that divides
@@ -18,7 +18,7 @@ every base, stride and row of the pool, so a vector never crosses a row.
 
 from typing import Final
 
-TILE_BYTES: Final = 32 * 1024
+TILE_BYTES: Final = 64 * 1024
 COLUMN_BYTES: Final = 16 * 1024
 THREADS: Final = 256
 WIDTHS: Final = (16, 4, 1)
@@ -34,7 +34,7 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#define TILE 32768u
+#define TILE 65536u
 #define BLOCK 1048576u
 #define COLUMN 16384u
 #define THREADS 256u
@@ -93,6 +93,11 @@ __device__ static inline u32 divided(u32 offset, u64 magic) {
 
 __device__ static inline const Chunk* chunk_of_tile(const Chunk* chunks, u32 count, u32 tile) {
   u32 low = 0, high = count - 1;
+  if (high == 0) return chunks;
+  // Most chunks of a slice have one size, so this is mostly the one.
+  u32 guess = tile / chunks[1].first_tile;
+  if (guess <= high && chunks[guess].first_tile <= tile && (guess == high || tile < chunks[guess + 1].first_tile))
+    return chunks + guess;
   while (low < high) {
     u32 middle = (low + high + 1) / 2;
     if (chunks[middle].first_tile <= tile) low = middle; else high = middle - 1;
@@ -165,8 +170,8 @@ __device__ static inline u8* address_of(const Spot& spot, const Chunk* chunk, co
 // --- vectors of 16, 4 or 1 bytes, as up to four little-endian words ------------------------------------------------
 
 template <int V> struct Vector { u32 words[V == 16 ? 4 : 1]; };
-// How many vectors a thread has under way: wide ones are what engines have, of the others short code matters more.
-template <int V> struct Unroll { static const int count = V == 16 ? 4 : V == 4 ? 2 : 1; };
+// How many vectors of a part a thread of a digest has under way. Copies have one and more threads instead.
+template <int V> struct Unroll { static const int count = V == 1 ? 1 : 2; };
 
 template <int V>
 __device__ static inline Vector<V> load(const u8* from, u32 valid) {
@@ -264,6 +269,7 @@ __device__ static inline void digest(const From& from, const Chunk* chunks, u32 
     u64 start[PARTS];
     u32 size[PARTS];
     u64 sums[PARTS][4];
+    u32 most = 0;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       while (block + part < last && chunk + 1 < chunks + chunk_count && chunk[1].first_block <= block + part) ++chunk;
@@ -275,9 +281,10 @@ __device__ static inline void digest(const From& from, const Chunk* chunks, u32 
         u64 left = chunk->length - start[part];
         size[part] = left < COLUMN ? (u32)left : COLUMN;
       }
+      if (size[part] > most) most = size[part];
       sums[part][0] = sums[part][1] = sums[part][2] = sums[part][3] = 0;
     }
-    for (u32 at = threadIdx.x * V; at < COLUMN; at += THREADS * V * Unroll<V>::count) {
+    for (u32 at = threadIdx.x * V; at < most; at += THREADS * V * Unroll<V>::count) {
       Vector<V> vectors[Unroll<V>::count][PARTS];
 #pragma unroll
       for (int step = 0; step < Unroll<V>::count; ++step) {
@@ -313,39 +320,19 @@ __device__ static inline void gather(const Plane* planes, const Chunk* chunks, u
                                      u8* staging) {
   TILE_BOUNDS
   Rows<V> from = {planes, rows};
-  for (u32 at = threadIdx.x * V; at < size; at += THREADS * V * Unroll<V>::count) {
-    Vector<V> vectors[Unroll<V>::count];
-#pragma unroll
-    for (int step = 0; step < Unroll<V>::count; ++step) {
-      u32 offset = at + step * THREADS * V;
-      if (offset < size) vectors[step] = from.at(cursor, chunk, start + offset);
-    }
-#pragma unroll
-    for (int step = 0; step < Unroll<V>::count; ++step) {
-      u32 offset = at + step * THREADS * V;
-      if (offset < size) store<V>(staging + chunk->staging + start + offset, V, vectors[step]);
-    }
-  }
+  for (u32 at = threadIdx.x * V; at < size; at += THREADS * V)
+    store<V>(staging + chunk->staging + start + at, V, from.at(cursor, chunk, start + at));
 }
 
 template <int V>
 __device__ static inline void scatter(const Plane* planes, const Chunk* chunks, u32 chunk_count, const u32* rows,
                                       const u8* staging) {
   TILE_BOUNDS
-  for (u32 at = threadIdx.x * V; at < size; at += THREADS * V * Unroll<V>::count) {
-    Vector<V> vectors[Unroll<V>::count];
-#pragma unroll
-    for (int step = 0; step < Unroll<V>::count; ++step) {
-      u32 offset = at + step * THREADS * V;
-      if (offset < size) vectors[step] = load<V>(staging + chunk->staging + start + offset, V);
-    }
-#pragma unroll
-    for (int step = 0; step < Unroll<V>::count; ++step) {
-      u32 offset = at + step * THREADS * V;
-      if (offset >= size) continue;
-      Spot spot = spot_at<V>(cursor, planes, chunk, start + offset);
-      if (spot.valid) store<V>(address_of(spot, chunk, rows), spot.valid, vectors[step]);
-    }
+  for (u32 at = threadIdx.x * V; at < size; at += THREADS * V) {
+    Spot spot = spot_at<V>(cursor, planes, chunk, start + at);
+    if (!spot.valid) continue;
+    Vector<V> vector = load<V>(staging + chunk->staging + start + at, V);
+    store<V>(address_of(spot, chunk, rows), spot.valid, vector);
   }
 }
 
@@ -364,39 +351,15 @@ template <int V>
 __device__ static inline void copy_rows(const Plane* planes, const Chunk* chunks, u32 chunk_count, const u32* rows,
                                         const u32* targets, u64* differs, u32 what) {
   TILE_BOUNDS
-  Rows<V> from = {planes, rows}, to = {planes, targets};
   u32 unequal = 0;
-  for (u32 at = threadIdx.x * V; at < size; at += THREADS * V * Unroll<V>::count) {
-    Vector<V> vectors[Unroll<V>::count];
-    const u8* sources[Unroll<V>::count];
-    u32 valid[Unroll<V>::count];
-#pragma unroll
-    for (int step = 0; step < Unroll<V>::count; ++step) {
-      u32 offset = at + step * THREADS * V;
-      valid[step] = 0;
-      if (offset >= size) continue;
-      if (what == 2) {
-        Vector<V> other = to.at(cursor, chunk, start + offset);
-        unequal |= differs_of<V>(from.at(cursor, chunk, start + offset), other);
-        continue;
-      }
-      Spot spot = spot_at<V>(cursor, planes, chunk, start + offset);
-      valid[step] = spot.valid;
-      if (!spot.valid) continue;
-      sources[step] = address_of(spot, chunk, rows);
-      vectors[step] = load<V>(sources[step], spot.valid);
-    }
-    if (what == 2) continue;
-#pragma unroll
-    for (int step = 0; step < Unroll<V>::count; ++step) {
-      if (!valid[step]) continue;
-      Spot spot = spot_at<V>(cursor, planes, chunk, start + at + step * THREADS * V);
-      store<V>(address_of(spot, chunk, targets), valid[step], vectors[step]);
-    }
-    if (what == 1) continue;
-#pragma unroll
-    for (int step = 0; step < Unroll<V>::count; ++step)
-      if (valid[step]) unequal |= differs_of<V>(load<V>(sources[step], valid[step]), vectors[step]);
+  for (u32 at = threadIdx.x * V; at < size; at += THREADS * V) {
+    Spot spot = spot_at<V>(cursor, planes, chunk, start + at);
+    if (!spot.valid) continue;
+    const u8* source = address_of(spot, chunk, rows);
+    u8* target = address_of(spot, chunk, targets);
+    Vector<V> vector = load<V>(what & 1 ? source : target, spot.valid);
+    if (what & 1) store<V>(target, spot.valid, vector);
+    if (what & 2) unequal |= differs_of<V>(vector, load<V>(source, spot.valid));
   }
   if (unequal) differs[4 * (chunk->first_block + start / BLOCK)] = 1;
 }
@@ -410,13 +373,13 @@ __device__ static inline void copy_rows(const Plane* planes, const Chunk* chunks
     Rows<V> from = {planes, rows};                                                                                    \
     digest<V>(from, chunks, chunk_count, keys, sums, block_count, groups, group);                                     \
   }                                                                                                                   \
-  KERNEL(4) gather_##V(const Plane* planes, const Chunk* chunks, u32 chunk_count, const u32* rows, u8* staging) {     \
+  KERNEL(8) gather_##V(const Plane* planes, const Chunk* chunks, u32 chunk_count, const u32* rows, u8* staging) {     \
     gather<V>(planes, chunks, chunk_count, rows, staging);                                                            \
   }                                                                                                                   \
-  KERNEL(4) scatter_##V(const Plane* planes, const Chunk* chunks, u32 chunk_count, const u32* rows, u8* staging) {    \
+  KERNEL(8) scatter_##V(const Plane* planes, const Chunk* chunks, u32 chunk_count, const u32* rows, u8* staging) {    \
     scatter<V>(planes, chunks, chunk_count, rows, staging);                                                           \
   }                                                                                                                   \
-  KERNEL(4) copy_rows_##V(const Plane* planes, const Chunk* chunks, u32 chunk_count, const u32* rows,                 \
+  KERNEL(8) copy_rows_##V(const Plane* planes, const Chunk* chunks, u32 chunk_count, const u32* rows,                 \
                           const u32* targets, u64* differs, u32 what) {                                               \
     copy_rows<V>(planes, chunks, chunk_count, rows, targets, differs, what);                                          \
   }

@@ -139,14 +139,22 @@ class _Run:
 
     def copy(self) -> list[bytes]:
         """Copy every slice from rows to rows."""
-        copier = self._copier
+        copier, plan = self._copier, self._plan
+        begun = 0
+
+        def begin(slot: int, work: SliceWork) -> None:
+            nonlocal begun
+            number, begun = begun, begun + 1
+            # Counted before it is written, as in a restore: in device memory that is from now on.
+            if not plan.pool.in_host_memory:
+                self._scattered = begun
+            copier.begin_copy(slot, work, plan.slice_work(number, written=True))
 
         def complete(number: int) -> None:
-            # Counted before it is written, as in a restore; a slice that was found changed is counted for nothing.
-            self._scattered = number + 1
-            copier.complete_copy(number % 2, self._plan.slice_work(number, written=True))
+            self._scattered = max(self._scattered, number + 1)
+            copier.complete_copy(number % 2)
 
-        self._slices(copier.begin_capture, complete)
+        self._slices(begin, complete)
         copier.drain()
         return []
 

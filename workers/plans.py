@@ -85,10 +85,11 @@ def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJ
         written = _row_maps(layout, message.target_rows, chunks)
     elif isinstance(message, RestoreJob):
         written, lane = rows, LaneKind.RESTORE
-    slice_bytes, algorithm = device.slice_bytes, ""
+    slice_bytes = device.direct_slice_bytes if isinstance(message, CopyJob) else device.slice_bytes
+    ramp_bytes, algorithm = device.ramp_bytes, ""
     if pool.in_host_memory and device.digest_algorithm != XXH3:
-        slice_bytes, algorithm = min(slice_bytes, HOST_SLICE_BYTES), XXH3
-    slices = plan_slices(chunks, slice_bytes, device.slice_rows)
+        slice_bytes, ramp_bytes, algorithm = min(slice_bytes, HOST_SLICE_BYTES), 0, XXH3
+    slices = plan_slices(chunks, slice_bytes, device.slice_rows, ramp_bytes)
     moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
     only = isinstance(message, DigestJob)
     op, stage = ("", -1) if isinstance(message, DigestJob) else (message.op, message.stage)

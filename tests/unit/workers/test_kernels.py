@@ -144,7 +144,7 @@ def test_kernels_move_and_digest_what_the_model_says(kernels: ctypes.CDLL, case:
 @pytest.mark.parametrize("gap", [0, 3])
 def test_kernels_take_rows_that_cross_tiles(kernels: ctypes.CDLL, grain: int, gap: int) -> None:
     """A tile ends at any byte of a row, and a row in any tile of its chunk."""
-    block, rows = 37, 24
+    block, rows = 74, 24
     size = grain * (96 // grain + 1) * block
     first = Plane(grain, size, size + gap * grain, rows, block, size // block)
     second = Plane(first.end_bytes, 2 * size, 2 * size + gap * grain, rows, block, 2 * size // block)
