@@ -1,6 +1,8 @@
 """The copy benchmarks' engine on a GPU; its limits are page-locked copies, and a plain copy on the device."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, Self
 
 import torch
@@ -16,6 +18,9 @@ _DEVICE: Final = "cuda:0"
 # Long enough for the link to reach its rate, small enough to stay page-locked beside the shuttles.
 _LIMIT_BYTES: Final = 1 << 30
 _LIMIT_REPEATS: Final = 3
+# One product takes a millisecond or two of all multiprocessors.
+_MATRIX: Final = 8192
+_WAITING: Final = 4
 
 
 def first_gpu_uuid() -> str:
@@ -95,6 +100,18 @@ class CudaSource(CopyEngine):
         best_s = min(_timed_copies([(source, destination)]) for _ in range(_LIMIT_REPEATS))
         return self._page_locked.numel() / best_s
 
+    @contextmanager
+    def saturated(self) -> Iterator[None]:
+        """Matrix products on a stream of a thread of its own, a few of them always waiting."""
+        ending = threading.Event()
+        thread = threading.Thread(target=_multiply_until, args=(ending,))
+        thread.start()
+        try:
+            yield
+        finally:
+            ending.set()
+            thread.join()
+
     def close(self) -> None:
         """Unregister and give all memory back."""
         self.unregister()
@@ -102,6 +119,22 @@ class CudaSource(CopyEngine):
         self._expected.clear()
         self._first_rows = self._last_rows = self._page_locked = torch.empty(0)
         torch.cuda.empty_cache()
+
+
+def _multiply_until(ending: threading.Event) -> None:
+    stream = torch.cuda.Stream(_DEVICE)
+    with torch.cuda.stream(stream):
+        one = torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=_DEVICE)
+        result = torch.empty_like(one)
+        waiting: list[torch.cuda.Event] = []
+        while not ending.is_set():
+            torch.mm(one, one, out=result)
+            event = torch.cuda.Event()
+            event.record()
+            waiting.append(event)
+            if len(waiting) > _WAITING:
+                waiting.pop(0).synchronize()
+    stream.synchronize()
 
 
 def _timed_copies(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:

@@ -1,5 +1,7 @@
 """What the copy benchmarks' engines have in common, whatever device their stages lie on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from ipc.messages import Captured, Copied, Restored
@@ -48,6 +50,11 @@ class CopyEngine:
         """Copy the first slot's transit image into the last slot."""
         rows = self._shape.slot_rows[-1]
         return self._engine.slot_from(0, rows, slot=self._last, deadline_s=_DEADLINE_S).result()
+
+    @contextmanager
+    def saturated(self) -> Iterator[None]:
+        """Nothing else to do, on a CPU."""
+        yield
 
     def unregister(self) -> None:
         """Have the daemon let go of the memory."""
