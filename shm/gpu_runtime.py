@@ -156,6 +156,11 @@ class GpuRuntime:
                 symbol = "cuDeviceGetUuid"
             self._bind(name, getattr(driver, symbol), shape)
 
+    @property
+    def copies_in_batches(self) -> bool:
+        """Whether `memcpy_many_async` is one call."""
+        return self._batch is not None
+
     @classmethod
     def load(cls) -> "GpuRuntime":
         """The runtime that torch has loaded in this process, else whichever the system has.

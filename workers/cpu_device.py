@@ -23,6 +23,7 @@ from workers.device import (
     ChunkDamaged,
     CopyTimes,
     DeviceFailure,
+    DevicePool,
     LaneKind,
     PoolRefused,
     SliceWork,
@@ -33,6 +34,7 @@ from workers.digest import XXH3, Bytes, Digester, Hasher
 from workers.jobs import ChunkWork
 from workers.limiter import LinkLimiter
 from workers.pieces import PIECE_BYTES, Piece, PoolView, grouped
+from workers.rowmap import RowMap
 from workers.shuttle_map import ShuttleMap, parts
 
 _SLICE_ROWS: Final = 1 << 20
@@ -383,6 +385,10 @@ class CpuDevice:
         self.digest_algorithm = XXH3
         self.digest_path = "numpy"
         self.device_bytes = 0
+
+    def unstaged_bytes(self, pool: DevicePool, rows: tuple[RowMap, ...], chunk: ChunkWork) -> int:
+        """See `Device`."""
+        return 0
 
     def bind_thread(self) -> None:
         """See `Device`."""

@@ -35,7 +35,7 @@ import numpy as np
 from shm.extent import ChunkPlace
 from shm.gpu_runtime import ANY_DIRECTION, DEVICE_TO_HOST, HOST_TO_DEVICE, GpuError, GpuRuntime
 from workers.cuda_clock import DeviceClock, Step
-from workers.cuda_engine import ENGINE_STRIP_BYTES, Piece, Strip, enqueue, mean_strip_bytes, slice_strips
+from workers.cuda_engine import Piece, Strip, enqueue, strips_on_path
 from workers.cuda_memory import Counts, SlotMemory, translated
 from workers.cuda_pool import CudaPool
 from workers.device import ChunkDamaged, CopyPath, CopyTimes, DeviceFailure, LaneKind, SliceWork, SourceDiffers
@@ -136,7 +136,7 @@ class CudaCopier:
         """See `Copier`."""
         with translated():
             entry, runtime = self._slots[slot], self._runtime
-            entry.strips = self._strips(work)
+            entry.strips = strips_on_path(self._path, work, _pool(work).address)
             loaded = self._begin_source(entry, work, staged=entry.strips is None)
             if self.before_copy is not None:
                 runtime.stream_synchronize(self._work)
@@ -156,15 +156,6 @@ class CudaCopier:
             with self._clock.span(Step.VERIFY, self._check):
                 self._kernels.digest_rows(loaded, entry.memory.copy_sums, self._check)
             self._fetch_sums(entry, self._check)
-
-    def _strips(self, work: SliceWork) -> list[list[Strip]] | None:
-        """The slice's strips where it is to go by the copy engines."""
-        if self._path is CopyPath.GATHER:
-            return None
-        strips = slice_strips(work, _pool(work).address)
-        if strips is None or (self._path is CopyPath.AUTO and mean_strip_bytes(strips) < ENGINE_STRIP_BYTES):
-            return None
-        return strips
 
     def _begin_source(self, entry: _Slot, work: SliceWork, *, staged: bool) -> LoadedSlice:
         """Start to digest the rows of a slice."""
@@ -244,7 +235,7 @@ class CudaCopier:
             # The slot's last scatter may still read its staging and its tables.
             runtime.stream_wait_event(self._copy, entry.written)
             runtime.stream_wait_event(self._check, entry.written)
-            entry.work, entry.strips = work, self._strips(work)
+            entry.work, entry.strips = work, strips_on_path(self._path, work, _pool(work).address)
             loaded = entry.loaded = self._load(entry, work, table, self._check)
             with self._clock.span(Step.LINK, self._copy):
                 for host, device, size in self._runs(loaded):

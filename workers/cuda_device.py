@@ -15,14 +15,26 @@ from shm.layout import LayoutError, check_layout
 from workers.compiler import CompilerUnavailable
 from workers.cpu_device import CpuCopier, CpuPool, open_host_pool
 from workers.cuda_copier import LOCK_STEP_BYTES, CudaCopier
+from workers.cuda_engine import strips_on_path
 from workers.cuda_memory import Counts, DeviceMemory, SlotMemory, translated
 from workers.cuda_pool import AllocationBook, CudaPool, PoolMemory
 from workers.cuda_self_test import run_self_test
-from workers.device import HOST_SLICE_BYTES, CopyPath, DeviceFailure, LaneKind, PoolRefused, check_probe
+from workers.device import (
+    HOST_SLICE_BYTES,
+    CopyPath,
+    DeviceFailure,
+    DevicePool,
+    LaneKind,
+    PoolRefused,
+    SliceWork,
+    check_probe,
+)
 from workers.digest import MLH, Digester
 from workers.gpu_kernels import CompiledKernels, SliceKernels, compiled
+from workers.jobs import ChunkWork
 from workers.limiter import LinkLimiter
 from workers.mixed_copier import MixedCopier
+from workers.rowmap import RowMap
 from workers.shuttle_map import ShuttleMap
 from workers.slice_table import key_table
 
@@ -30,6 +42,7 @@ _log: Final = logging.getLogger(__name__)
 _SLICE_ROWS: Final = 65536
 # Of copies from rows to rows, which a launch carries out at the memory's speed: some of the time of a cancellation.
 DIRECT_SLICE_BYTES: Final = 1024 * 1024 * 1024
+_UNSTAGED_SLICE_BYTES: Final = 256 * 1024 * 1024
 # The host prepares the next slice in less time than the link takes for this one.
 _RAMP_BYTES: Final = 16 * 1024 * 1024
 # Of one process on a GPU, measured: 480 to 560 MiB on an H200, whatever it does.
@@ -75,6 +88,8 @@ class CudaDevice:
         self.slice_bytes = min(slice_bytes, staging_bytes)
         self.slice_rows = _SLICE_ROWS
         self.direct_slice_bytes = direct_slice_bytes
+        # Rows that are not staged may be many at once, so that kernels which wait for their turn wait less often.
+        self.unstaged_slice_bytes = min(max(slice_bytes, _UNSTAGED_SLICE_BYTES), direct_slice_bytes)
         self.ramp_bytes = min(_RAMP_BYTES, self.slice_bytes)
         self.digest_algorithm = MLH
         self.name = ""
@@ -203,6 +218,13 @@ class CudaDevice:
     def device_bytes(self) -> int:
         """See `Device`: what was allocated, without the context itself."""
         return self._counts.device_bytes
+
+    def unstaged_bytes(self, pool: DevicePool, rows: tuple[RowMap, ...], chunk: ChunkWork) -> int:
+        """See `Device`."""
+        if not isinstance(pool, CudaPool):
+            return 0
+        work = SliceWork(pool, rows, (chunk,))
+        return 0 if strips_on_path(self._path, work, pool.address) is None else self.unstaged_slice_bytes
 
     def bind_thread(self) -> None:
         """See `Device`."""

@@ -13,13 +13,11 @@ from typing import Final, NamedTuple
 
 from shm.gpu_runtime import GpuRuntime
 from shm.layout import Plane
-from workers.device import SliceWork
-from workers.jobs import ChunkWork
+from workers.device import CopyPath, SliceWork
+from workers.jobs import ChunkWork, is_whole
 
 # From here on copies cost the host less than the link takes for their bytes, with room to spare.
 ENGINE_STRIP_BYTES: Final = 4 * 1024 * 1024
-# A forced path takes what it can; more runs than this in a chunk would keep the host busy for longer than the link.
-_MOST_RUNS: Final = 4096
 # What two-dimensional copies take for the distance of two lines.
 _MOST_PITCH_BYTES: Final = 2**31 - 1
 
@@ -45,20 +43,24 @@ class Piece(NamedTuple):
     address: int
 
 
-def slice_strips(work: SliceWork, base: int) -> list[list[Strip]] | None:
-    """The strips of every chunk of a slice of a pool at device address `base`, or None where a chunk has bytes without
-    a token or too many runs.
-    """
+def strips_on_path(path: CopyPath, work: SliceWork, base: int) -> list[list[Strip]] | None:
+    """The strips of every chunk of a slice of a pool at device address `base`, or None where kernels are to move it."""
+    if path is CopyPath.GATHER:
+        return None
     found: list[list[Strip]] = []
     groups = work.pool.layout.all_groups
     for chunk in work.chunks:
-        span = chunk.span
-        if chunk.live_rows < span.row_count or chunk.tail_tokens:
+        if not is_whole(chunk):
             return None
-        runs = work.rows[span.group].runs_between(span.first_row, span.first_row + span.row_count, _MOST_RUNS)
+        span = chunk.span
+        most = span.row_count if path is CopyPath.ENGINE else max(1, span.length_bytes // ENGINE_STRIP_BYTES)
+        runs = work.rows[span.group].runs_between(span.first_row, span.first_row + span.row_count, most)
         if runs is None:
             return None
-        found.append(_chunk_strips(chunk, groups[span.group].planes, runs, base))
+        strips = _chunk_strips(chunk, groups[span.group].planes, runs, base)
+        if path is CopyPath.AUTO and span.length_bytes < len(strips) * ENGINE_STRIP_BYTES:
+            return None
+        found.append(strips)
     return found
 
 
@@ -100,12 +102,6 @@ def _distance(planes: Sequence[Plane]) -> int:
     )
     # The distance of lines is at least their length, which for planes that lie one in the other it is not.
     return distance if alike and first.row_bytes <= distance <= _MOST_PITCH_BYTES else 0
-
-
-def mean_strip_bytes(strips: Sequence[Sequence[Strip]]) -> float:
-    """Bytes of a strip of the slice, on average."""
-    count = sum(map(len, strips))
-    return sum(strip.width * strip.height for chunk in strips for strip in chunk) / count if count else 0.0
 
 
 def enqueue(

@@ -283,9 +283,11 @@ class Device(Protocol):
 
     @property
     def ramp_bytes(self) -> int:
-        """Size of a job's first slice, under which the next one is prepared, and of its last one, whose end nothing
-        covers. In between slices grow and shrink by halves. 0: all are as large as they may be.
-        """
+        """Useful size of a slice of which nothing hides the time (0: any)."""
+        ...
+
+    def unstaged_bytes(self, pool: DevicePool, rows: tuple[RowMap, ...], chunk: ChunkWork) -> int:
+        """Largest useful slice of captured chunks like this one, where they are not staged; else 0."""
         ...
 
     def bind_thread(self) -> None:

@@ -42,6 +42,8 @@ from ipc.messages import Stage
 from shm.layout import StageLayout
 from workers.device import Copier, CopyTimes, Device, DeviceFailure, DevicePool, LaneKind, PoolRefused, SliceWork
 from workers.fault_orders import FaultBook, Hit
+from workers.jobs import ChunkWork
+from workers.rowmap import RowMap
 from workers.shuttle_map import ShuttleMap
 
 # Long enough for somebody outside to see the operation in flight, and far below any deadline.
@@ -289,6 +291,11 @@ class FaultyDevice:
     def ramp_bytes(self) -> int:
         """See `Device`."""
         return self._inner.ramp_bytes
+
+    def unstaged_bytes(self, pool: DevicePool, rows: tuple[RowMap, ...], chunk: ChunkWork) -> int:
+        """See `Device`."""
+        inner = pool.inner if isinstance(pool, FaultyPool) else pool
+        return self._inner.unstaged_bytes(inner, rows, chunk)
 
     def bind_thread(self) -> None:
         """See `Device`."""

@@ -13,6 +13,7 @@ from workers.jobs import (
     ChunkWork,
     JobRefused,
     SliceRange,
+    SliceSizes,
     capture_chunks,
     copy_chunks,
     digest_chunks,
@@ -85,11 +86,10 @@ def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJ
         written = _row_maps(layout, message.target_rows, chunks)
     elif isinstance(message, RestoreJob):
         written, lane = rows, LaneKind.RESTORE
-    slice_bytes = device.direct_slice_bytes if isinstance(message, CopyJob) else device.slice_bytes
-    ramp_bytes, algorithm = device.ramp_bytes, ""
+    sizes, algorithm = _sizes(device, pool, message, rows, chunks), ""
     if pool.in_host_memory and device.digest_algorithm != XXH3:
-        slice_bytes, ramp_bytes, algorithm = min(slice_bytes, HOST_SLICE_BYTES), 0, XXH3
-    slices = plan_slices(chunks, slice_bytes, device.slice_rows, ramp_bytes)
+        sizes, algorithm = SliceSizes(min(device.slice_bytes, HOST_SLICE_BYTES), device.slice_rows), XXH3
+    slices = plan_slices(chunks, sizes)
     moved_bytes = sum(chunk.span.length_bytes for chunk in chunks)
     only = isinstance(message, DigestJob)
     op, stage = ("", -1) if isinstance(message, DigestJob) else (message.op, message.stage)
@@ -107,6 +107,22 @@ def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJ
         stage,
         digests_only=only,
     )
+
+
+def _sizes(
+    device: Device, pool: DevicePool, message: CopyCommand, rows: tuple[RowMap, ...], chunks: Sequence[ChunkWork]
+) -> SliceSizes:
+    """What is exposed is small: the first slice of a capture, which nothing is copied under, and the last of a restore,
+    which is scattered under nothing.
+    """
+    most_bytes, most_rows, ramp_bytes = device.slice_bytes, device.slice_rows, device.ramp_bytes
+    if isinstance(message, CopyJob):
+        return SliceSizes(device.direct_slice_bytes, most_rows, device.direct_slice_bytes // 4 if ramp_bytes else 0)
+    if isinstance(message, RestoreJob):
+        return SliceSizes(most_bytes, most_rows, last_bytes=ramp_bytes)
+    if isinstance(message, CaptureJob) and chunks and (whole_bytes := device.unstaged_bytes(pool, rows, chunks[0])):
+        return SliceSizes(most_bytes, most_rows, ramp_bytes, ramp_bytes, whole_bytes)
+    return SliceSizes(most_bytes, most_rows, ramp_bytes)
 
 
 def _row_maps(layout: StageLayout, packed: Sequence[bytes], chunks: Sequence[ChunkWork]) -> tuple[RowMap, ...]:

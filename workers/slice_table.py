@@ -157,16 +157,22 @@ def vector_width(planes: npt.NDArray[np.void]) -> int:
 
 def slice_table(work: SliceWork, shapes: tuple[GroupShape, ...], target: SliceWork | None = None) -> SliceTable:
     """The tables of one slice; `target` says where a copy from rows to rows goes."""
-    fields = [
-        (c.span.length_bytes, c.span.group, c.span.first_row, c.span.row_count, c.live_rows, c.tail_tokens)
-        for c in work.chunks
-    ]
-    table = np.array(fields, np.int64).reshape(-1, 6)
-    lengths, groups, first_rows, row_counts, live_rows, tails = table.T
-    chunks = np.zeros(len(table), CHUNK)
-    tiles = -(-lengths // TILE_BYTES)
-    blocks = -(-lengths // BLOCK_BYTES)
+    every = [chunk.span for chunk in work.chunks]
+    table = np.array(
+        [
+            [span.length_bytes for span in every],
+            [span.group for span in every],
+            [span.first_row for span in every],
+            [span.row_count for span in every],
+            [chunk.live_rows for chunk in work.chunks],
+            [chunk.tail_tokens for chunk in work.chunks],
+        ],
+        np.int64,
+    )
+    lengths, groups, first_rows, row_counts, live_rows, tails = table
+    tiles, blocks = -(-lengths // TILE_BYTES), -(-lengths // BLOCK_BYTES)
     aligned = -(-lengths // _ALIGN_BYTES) * _ALIGN_BYTES
+    chunks = np.zeros(len(every), CHUNK)
     chunks["staging"] = _starts(aligned)
     chunks["length"] = lengths
     chunks["plane_magic"] = _plane_magics(shapes, groups, row_counts, lengths)
@@ -174,8 +180,8 @@ def slice_table(work: SliceWork, shapes: tuple[GroupShape, ...], target: SliceWo
     chunks["row_count"] = row_counts
     chunks["live_rows"] = live_rows
     chunks["tail_tokens"] = tails
-    chunks["first_plane"] = np.array([shape.first_plane for shape in shapes], np.int64)[groups]
-    chunks["plane_count"] = np.array([shape.plane_count for shape in shapes], np.int64)[groups]
+    planes = np.array([shape[:2] for shape in shapes], np.int64)[groups]
+    chunks["first_plane"], chunks["plane_count"] = planes[:, 0], planes[:, 1]
     chunks["first_tile"] = _starts(tiles)
     chunks["first_block"] = _starts(blocks)
     spans = _row_spans(groups, first_rows, live_rows)
@@ -197,29 +203,31 @@ def _starts(sizes: Longs) -> Longs:
     return np.cumsum(sizes) - sizes
 
 
-def _plane_magics(
-    shapes: tuple[GroupShape, ...], groups: Longs, row_counts: Longs, lengths: Longs
-) -> npt.NDArray[np.uint64]:
+def _plane_magics(shapes: tuple[GroupShape, ...], groups: Longs, row_counts: Longs, lengths: Longs) -> list[int]:
     """What divides by the bytes of one plane of a chunk. Most chunks of a slice are alike."""
-    found = np.zeros(len(groups), np.uint64)
-    kinds, which = np.unique(np.stack([groups, row_counts, lengths], axis=1), axis=0, return_inverse=True)
-    for number, (group, row_count, length) in enumerate(kinds.tolist()):
-        magic = magic_of(shapes[group].row_bytes * row_count) if length < _MAGIC_LIMIT else 0
-        found[which.reshape(-1) == number] = magic
+    known: dict[tuple[int, int, int], int] = {}
+    found: list[int] = []
+    for kind in zip(groups.tolist(), row_counts.tolist(), lengths.tolist(), strict=True):
+        magic = known.get(kind)
+        if magic is None:
+            group, row_count, length = kind
+            magic = magic_of(shapes[group].row_bytes * row_count) if length < _MAGIC_LIMIT else 0
+            known[kind] = magic
+        found.append(magic)
     return found
 
 
 def _row_spans(groups: Longs, first_rows: Longs, live_rows: Longs) -> list[tuple[int, int, int]]:
     """(group, first, end) of the positions that the chunks take, neighbours joined."""
-    ends = first_rows + live_rows
-    breaks = np.flatnonzero((groups[1:] != groups[:-1]) | (first_rows[1:] != ends[:-1])) + 1
-    firsts = np.concatenate([[0], breaks]).astype(np.int64)
-    lasts = np.concatenate([breaks, [len(groups)]]).astype(np.int64) - 1
-    if not len(groups):
-        return []
-    return list(
-        zip(groups[firsts].tolist(), first_rows[firsts].tolist(), ends[lasts].tolist(), strict=True)
-    )
+    spans: list[tuple[int, int, int]] = []
+    last_group = last_end = -1
+    for group, first, count in zip(groups.tolist(), first_rows.tolist(), live_rows.tolist(), strict=True):
+        start = first
+        if group == last_group and first == last_end:
+            start = spans.pop()[1]
+        last_group, last_end = group, first + count
+        spans.append((group, start, last_end))
+    return spans
 
 
 def _row_list(rows: tuple[RowMap, ...], spans: list[tuple[int, int, int]]) -> Index:

@@ -7,6 +7,7 @@ from typing import Final, Self
 
 import torch
 
+from stratad.bench.copy_baselines import baselines
 from stratad.bench.copy_engine import CopyEngine, register
 from stratad.bench.copy_layout import CopyShape, copy_shape
 from stratad.client import Client, Engine
@@ -100,6 +101,10 @@ class CudaSource(CopyEngine):
         best_s = min(_timed_copies([(source, destination)]) for _ in range(_LIMIT_REPEATS))
         return self._page_locked.numel() / best_s
 
+    def baselines(self) -> dict[str, float]:
+        """See `CopySource`."""
+        return baselines(self._pools[0], self._shape, self._page_locked)
+
     @contextmanager
     def saturated(self) -> Iterator[None]:
         """Matrix products on a stream of a thread of its own, a few of them always waiting."""
@@ -122,14 +127,14 @@ class CudaSource(CopyEngine):
 
 
 def _multiply_until(ending: threading.Event) -> None:
-    stream = torch.cuda.Stream(_DEVICE)
+    stream = torch.cuda.Stream(_DEVICE)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         one = torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=_DEVICE)
         result = torch.empty_like(one)
         waiting: list[torch.cuda.Event] = []
         while not ending.is_set():
             torch.mm(one, one, out=result)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             waiting.append(event)
             if len(waiting) > _WAITING:

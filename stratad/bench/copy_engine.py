@@ -51,6 +51,10 @@ class CopyEngine:
         rows = self._shape.slot_rows[-1]
         return self._engine.slot_from(0, rows, slot=self._last, deadline_s=_DEADLINE_S).result()
 
+    def baselines(self) -> dict[str, float]:
+        """See `CopySource`: on a CPU the limit is what people do."""
+        return {}
+
     @contextmanager
     def saturated(self) -> Iterator[None]:
         """Nothing else to do, on a CPU."""

@@ -86,6 +86,10 @@ class CopySource(Protocol):
         """
         ...
 
+    def baselines(self) -> dict[str, float]:
+        """Bytes a second of other ways to bring the first slot's rows to the host."""
+        ...
+
     def saturated(self) -> AbstractContextManager[None]:
         """Keep the device's multiprocessors busy with something else."""
         ...
@@ -125,6 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["auto"],
         help="values of copy.path, each with a daemon of its own; on cuda only (default: auto)",
     )
+    parser.add_argument("--slice-mib", type=int, help="copy.slice_bytes and copy.staging_bytes (default: the daemon's)")
     parser.add_argument(
         "--saturate",
         action="store_true",
@@ -148,6 +153,8 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
         "daemon.devices": first_gpu() if on_cuda else "cpu:1",
         "ram.budget_bytes": str(int(_BUDGET_IMAGES * image_bytes) + 64 * _MIB),
     }
+    if args.slice_mib:
+        settings |= {name: f"{args.slice_mib}MiB" for name in ("copy.staging_bytes", "copy.slice_bytes")}
     rows: list[Row] = []
     for path in args.paths:
         with PrivateDaemon.start({**settings, "copy.path": path}) as daemon:
@@ -256,6 +263,7 @@ def copy_row(
         "gb_per_s": round(rate / 1e9, 3),
         "limit_gb_per_s": round(limit_bytes_per_s / 1e9, 3),
         "over_limit": round(rate / limit_bytes_per_s, 4),
+        "lane_over_limit": round(source.image_bytes / lane_s / limit_bytes_per_s, 4) if lane_s else None,
         "digest_s": round(max((stage.digest_s for stage in reply.stages), default=0.0), 5),
         "copy_s": round(max((stage.copy_s for stage in reply.stages), default=0.0), 5),
         "lane_s": round(lane_s, 5),

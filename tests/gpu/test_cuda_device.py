@@ -398,14 +398,14 @@ def kernel_rates(rig: GpuRig, pool: CudaPool, rows: list[int]) -> dict[str, floa
     places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens)]
     chunks = capture_chunks(layout, tokens, (), places)
     work = SliceWork(pool, row_maps(layout, rows, -1), tuple(chunks))
-    table = slice_table(work, layout)
-    slot = SlotMemory(rig.runtime, Counts(), 64 * MIB, rig.cuda.kernels.move)
+    table = slice_table(work, pool.shapes)
+    slot = SlotMemory(rig.runtime, Counts(), 64 * MIB, rig.cuda.kernels)
     loaded = LoadedSlice.of(pool, slot, table, rig.stream)
     kernels = rig.cuda.kernels
     calls: dict[str, Callable[[], None]] = {
         "digest_rows": lambda: kernels.digest_rows(loaded, slot.source_sums, rig.stream),
         "gather": lambda: kernels.gather(loaded, rig.stream),
-        "digest_staging": lambda: kernels.digest_staging(loaded, slot.staging_sums, rig.stream),
+        "digest_staging": lambda: kernels.digest_staging(loaded, slot.copy_sums, rig.stream),
         "scatter": lambda: kernels.scatter(loaded, rig.stream),
     }
     found = {}

@@ -19,6 +19,7 @@ from workers.jobs import (
     JobRefused,
     JobState,
     capture_chunks,
+    SliceSizes,
     plan_slices,
     restore_chunks,
     rows_needed,
@@ -53,7 +54,7 @@ def chunk(number: int, length: int, rows: int = 1) -> ChunkWork:
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 100), st.integers(1, 8))
 def test_slices_cover_all_chunks_in_order_within_their_bounds(lengths: list[int], size: int, rows: int) -> None:
     chunks = [chunk(n, length) for n, length in enumerate(lengths)]
-    slices = plan_slices(chunks, size, rows)
+    slices = plan_slices(chunks, SliceSizes(size, rows))
     covered = [n for first, count in slices for n in range(first, first + count)]
     assert covered == list(range(len(lengths)))
     for first, count in slices:
