@@ -30,8 +30,8 @@ class _Attributes(ctypes.Structure):
 
 
 def batch_copy(kind: str, runtime: ctypes.CDLL) -> BatchCopy | None:
-    """The call, which takes (target, source, bytes) of every copy and the stream and gives the runtime's code; None where
-    the runtime has none.
+    """The call, which takes (target, source, bytes) of every copy and the stream, and gives the runtime's code. None
+    where the runtime has none.
     """
     function = getattr(runtime, "cudaMemcpyBatchAsync", None) if kind == "cuda" else None
     version = c_int()

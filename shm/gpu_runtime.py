@@ -9,7 +9,7 @@ import ctypes
 import re
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from shm.gpu_batch import batch_copy
 from shm.gpu_libraries import library_files, mapped_libraries
@@ -34,6 +34,13 @@ STICKY_CODES: Final = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715,
 
 
 KernelArgument: TypeAlias = c_void_p | c_uint
+
+
+class Lines(NamedTuple):
+    """Lines that begin `pitch` bytes apart, the first one at `address`."""
+
+    address: int
+    pitch: int
 
 
 class GpuError(Exception):
@@ -283,23 +290,14 @@ class GpuRuntime:
         self._call("MemcpyAsync", target, source, size_bytes, direction, stream)
 
     def memcpy_2d_async(
-        self,
-        target: int,
-        target_pitch: int,
-        source: int,
-        source_pitch: int,
-        width: int,
-        height: int,
-        *,
-        direction: int,
-        stream: int,
+        self, target: Lines, source: Lines, width: int, height: int, *, direction: int, stream: int
     ) -> None:
-        """Copy `height` lines of `width` bytes that lie so far apart, on a stream."""
-        self._call("Memcpy2DAsync", target, target_pitch, source, source_pitch, width, height, direction, stream)
+        """Copy `height` lines of `width` bytes on a stream."""
+        self._call("Memcpy2DAsync", *target, *source, width, height, direction, stream)
 
     def memcpy_many_async(self, copies: Sequence[tuple[int, int, int]], direction: int, stream: int) -> None:
-        """Copy (target, source, bytes) each on a stream, in one call where the runtime has one for that. None may overlap
-        another.
+        """Copy (target, source, bytes) each on a stream, in one call where the runtime has one for that. None may
+        overlap another.
         """
         if len(copies) < _BATCH_FROM or self._batch is None:
             for target, source, size_bytes in copies:
@@ -340,7 +338,7 @@ class GpuRuntime:
     # --- events ------------------------------------------------------------------------------------------------------
 
     def event_create(self, *, interprocess: bool = False, timing: bool = False) -> int:
-        """An event; waiting for it sleeps. Only between two with `timing` can time be measured; it makes them slower."""
+        """An event; waiting for it sleeps. Time can be measured between two with `timing`, which makes them slower."""
         flags = _EVENT_INTERPROCESS if interprocess else _EVENT_BLOCKING_SYNC
         flags |= 0 if timing else _EVENT_DISABLE_TIMING
         event = c_void_p()

@@ -25,7 +25,7 @@ MEANINGS: Final[dict[str, str]] = {
     "copy.slice_bytes": "bytes at most that a lane copies before it looks for a cancellation",
     "copy.staging_bytes": "bytes of each of a GPU lane's two staging buffers, at least copy.slice_bytes",
     "copy.direct_slice_bytes": "bytes at most that a GPU copies from rows to rows before it looks for a cancellation",
-    "copy.path": "what moves rows of a GPU: gather (kernels), engine (its copy engines) or auto (by the size of the pieces)",
+    "copy.path": "what moves rows of a GPU: gather (kernels), engine (its copy engines) or auto (by the pieces' size)",
     "copy.stream_priority": "a GPU runs our kernels before (high) or after (low) the engine's: high or low",
     "copy.inline_bytes": "bytes up to which a job is copied by the worker's loop itself, without a lane",
     "copy.chunk_tokens": "tokens of one chunk: the unit of digest, sharing and allocation",

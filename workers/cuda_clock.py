@@ -42,9 +42,13 @@ class DeviceClock:
         if len(self._pending) >= _MOST_PENDING:
             self._read_oldest()
         start, end = self._event(), self._event()
-        self._runtime.event_record(start, stream)
-        yield
-        self._runtime.event_record(end, stream)
+        try:
+            self._runtime.event_record(start, stream)
+            yield
+            self._runtime.event_record(end, stream)
+        except BaseException:
+            self._free += [start, end]
+            raise
         self._pending.append((step, start, end))
 
     def read(self) -> None:

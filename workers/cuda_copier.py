@@ -11,17 +11,18 @@ Two slots of staging, and streams so that the link never waits for a kernel::
     copy      work stream:  | rows -> rows, looking at each source again (k+1) |
 
 On the *engine* path (see `workers.cuda_engine`) the copy engines move rows and no kernel does. A capture then stages
-nothing: the copy lies between two digests of the rows. A restore still goes through staging, since rows never get a byte
-that was not verified; the copy engines then take it from there to the rows::
+nothing: the copy lies between two digests of the rows. A restore still goes through staging, since rows never get a
+byte that was not verified; the copy engines then take it from there to the rows::
 
     capture   work stream:  | digest rows (k+1) |
               copy stream:                      | rows -> shuttle (k+1) |
               check stream:                                             | digest rows (k+1) |
 
 A copy from rows to rows digests nothing: what it wrote is what it had read, in registers. To see an engine that writes
-meanwhile it reads each source again right after it has written the target, while the source is in the cache, and compares.
-A pass of its own before or after the copy would see changes of some milliseconds instead of microseconds, and would cost
-another half of the time or the whole of it; neither sees what changes before or after the slice.
+meanwhile it reads each source again right after it has written the target, while the source is in the cache, and
+compares. That sees changes within microseconds of the copy of each row. A digest before the copy would see those of a
+slice's time, and cost another half of the copy's, since memory is what both wait for; neither sees what changes before
+the slice or after it.
 
 Streams wait only for events of this process. The host waits for a slice's sums before anything that depends on them.
 """
@@ -41,8 +42,8 @@ from workers.cuda_pool import CudaPool
 from workers.device import ChunkDamaged, CopyPath, CopyTimes, DeviceFailure, LaneKind, SliceWork, SourceDiffers
 from workers.digest import MLH, Digester, Words
 from workers.gpu_kernels import LoadedSlice, SliceKernels
-from workers.kernel_source import COMPARE, COPY
 from workers.jobs import ChunkWork
+from workers.kernel_source import COMPARE, COPY
 from workers.shuttle_map import ShuttleMap
 from workers.slice_table import SliceTable, slice_table
 

@@ -42,9 +42,10 @@ _log: Final = logging.getLogger(__name__)
 _SLICE_ROWS: Final = 65536
 # Of copies from rows to rows, which a launch carries out at the memory's speed: some of the time of a cancellation.
 DIRECT_SLICE_BYTES: Final = 1024 * 1024 * 1024
-_UNSTAGED_SLICE_BYTES: Final = 256 * 1024 * 1024
-# The host prepares the next slice in less time than the link takes for this one.
-_RAMP_BYTES: Final = 16 * 1024 * 1024
+_UNSTAGED_SLICE_BYTES: Final = 512 * 1024 * 1024
+# Kernels over so much take a tenth of a millisecond. With less, slices at the ends of a job would have more to wait for
+# where kernels wait for their turn: two processes that use one GPU have it in turns of some milliseconds.
+_RAMP_BYTES: Final = 64 * 1024 * 1024
 # Of one process on a GPU, measured: 480 to 560 MiB on an H200, whatever it does.
 CONTEXT_BYTES: Final = 512 * 1024 * 1024
 

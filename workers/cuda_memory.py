@@ -99,7 +99,7 @@ class Mover(Protocol):
         """Enqueue a copy."""
         ...
 
-    def load(self, target: int, source: int, size_bytes: int, sums: int, sums_bytes: int, stream: int) -> None:
+    def load(self, target: int, source: int, size_bytes: int, *, sums: int, sums_bytes: int, stream: int) -> None:
         """Enqueue a copy, and zeros to `sums`."""
         ...
 
@@ -176,7 +176,14 @@ class SlotMemory:
             starts.append(address + start)
         size = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
         self._blocks = table.block_count
-        self._mover.load(address, self._table_host.address, size, self._sums.address, self._sums_bytes, stream)
+        self._mover.load(
+            address,
+            self._table_host.address,
+            size,
+            sums=self._sums.address,
+            sums_bytes=self._sums_bytes,
+            stream=stream,
+        )
         return starts[0], starts[1], starts[2]
 
     @property

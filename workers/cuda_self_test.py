@@ -12,8 +12,8 @@ from workers.cuda_pool import CudaPool, PoolMemory
 from workers.device import DeviceFailure, SliceWork
 from workers.digest import MLH, SUMS, Bytes, Digester
 from workers.gpu_kernels import LoadedSlice, SliceKernels
-from workers.kernel_source import COMPARE, COPY
 from workers.jobs import copy_chunks
+from workers.kernel_source import COMPARE, COPY
 from workers.pieces import PoolView
 from workers.rowmap import RowMap
 from workers.slice_table import slice_table

@@ -192,8 +192,8 @@ class Copier(Protocol):
         ...
 
     def begin_copy(self, slot: int, work: SliceWork, target: SliceWork) -> None:
-        """Start to copy a slice to other rows: `target` has the same chunks and pool. A pool in device memory is written
-        from now on, one in host memory only by `complete_copy`.
+        """Start to copy a slice to other rows: `target` has the same chunks and pool. A pool in device memory is
+        written from now on, one in host memory only by `complete_copy`.
 
         Raises:
             DeviceFailure: the device failed; the slice's target rows are undefined.

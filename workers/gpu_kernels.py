@@ -82,7 +82,7 @@ class SliceKernels(Protocol):
         """Copy a table or sums between page-locked host and device memory; addresses and size are multiples of 16."""
         ...
 
-    def load(self, target: int, source: int, size_bytes: int, sums: int, sums_bytes: int, stream: int) -> None:
+    def load(self, target: int, source: int, size_bytes: int, *, sums: int, sums_bytes: int, stream: int) -> None:
         """`move`, and set sums to zero."""
         ...
 
@@ -154,7 +154,7 @@ class CompiledKernels:
         arguments: list[KernelArgument] = [c_void_p(source), c_void_p(target), c_uint(count)]
         self._runtime.launch(self._functions["move"], -(-count // THREADS), THREADS, stream, arguments)
 
-    def load(self, target: int, source: int, size_bytes: int, sums: int, sums_bytes: int, stream: int) -> None:
+    def load(self, target: int, source: int, size_bytes: int, *, sums: int, sums_bytes: int, stream: int) -> None:
         """See `SliceKernels`."""
         count, sums_count = size_bytes // MOVE_BYTES, sums_bytes // MOVE_BYTES
         arguments: list[KernelArgument] = [c_void_p(source), c_void_p(target), c_uint(count)]

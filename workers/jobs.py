@@ -266,9 +266,9 @@ def rows_needed(chunks: Sequence[ChunkWork], groups: int) -> list[int]:
 
 
 class SliceSizes(NamedTuple):
-    """How a job is cut: slices of at most `most_bytes` and `most_rows` rows. With `first_bytes` the first slice has about
-    so many bytes and sizes double from there, with `last_bytes` they halve to there at the end. Chunks of which every byte
-    belongs to a token make slices of `whole_bytes` among themselves (0: they are as all others).
+    """How a job is cut: slices of at most `most_bytes` bytes and `most_rows` rows. With `first_bytes` the first slice
+    has about so many bytes and sizes double from there, with `last_bytes` they halve to there at the end. Chunks of
+    which every byte belongs to a token make slices of `whole_bytes` among themselves (0: they are as all others).
     """
 
     most_bytes: int
@@ -279,7 +279,7 @@ class SliceSizes(NamedTuple):
 
 
 def plan_slices(chunks: Sequence[ChunkWork], sizes: SliceSizes) -> list[SliceRange]:
-    """Cut chunks, in order, into slices. A chunk is never cut: one that is larger than a slice is a slice of its own."""
+    """Cut chunks, in order, into slices. A chunk is never cut: one that is larger than a slice is one by itself."""
     slices: list[SliceRange] = []
     first = size = rows = most = 0
     left = sum(chunk.span.length_bytes for chunk in chunks)

@@ -9,11 +9,11 @@ A slice is described by three tables in device memory, so that one launch handle
   its planes, its first tile and its first block;
 * the row list (u32).
 
-Copies walk *tiles* of 64 KiB of a chunk in gathered order, a thread block each. Digests walk *columns*: the same 16 KiB of
-several blocks of the digest, since all blocks have the same keys, and eight bytes of keys to each byte of data would
-otherwise be what the kernel waits for. A column's keys (128 KiB) stay in the L1 cache while the thread block goes through
-its blocks, two at a time; data goes past that cache. Threads walk in vectors of 16, 4 or 1 bytes, the largest that divides
-every base, stride and row of the pool, so a vector never crosses a row.
+Copies walk *tiles* of 64 KiB of a chunk in gathered order, a thread block each. Digests walk *columns*: the same 16 KiB
+of several blocks of the digest, since all blocks have the same keys, and eight bytes of keys to each byte of data would
+otherwise be what the kernel waits for. A column's keys (128 KiB) stay in the L1 cache while the thread block goes
+through its blocks, two at a time; data goes past that cache. Threads walk in vectors of 16, 4 or 1 bytes, the largest
+that divides every base, stride and row of the pool, so a vector never crosses a row.
 """
 
 from typing import Final
@@ -23,7 +23,12 @@ COLUMN_BYTES: Final = 16 * 1024
 THREADS: Final = 256
 WIDTHS: Final = (16, 4, 1)
 ROW_KERNELS: Final = ("digest_rows", "gather", "scatter", "copy_rows")
-KERNELS: Final = (*(f"{name}_{width}" for name in ROW_KERNELS for width in WIDTHS), "digest_staging", "load_tables", "move")
+KERNELS: Final = (
+    *(f"{name}_{width}" for name in ROW_KERNELS for width in WIDTHS),
+    "digest_staging",
+    "load_tables",
+    "move",
+)
 MOVE_BYTES: Final = 16
 # What `copy_rows` does: both in one launch, or each by itself.
 COPY: Final = 1
@@ -43,7 +48,8 @@ typedef unsigned long long u64;
 struct Plane { u64 base, stride, prefix, magic; u32 row_bytes, token_bytes; u64 unused; };
 struct Chunk {
   u64 staging, length, plane_magic;
-  u32 first_row, row_count, live_rows, tail_tokens, first_plane, plane_count, first_tile, first_block, plane_bytes, unused;
+  u32 first_row, row_count, live_rows, tail_tokens, first_plane, plane_count, first_tile, first_block;
+  u64 unused;
 };
 
 // --- the machine -----------------------------------------------------------------------------------------------------
@@ -344,9 +350,9 @@ __device__ static inline u32 differs_of(const Vector<V>& one, const Vector<V>& o
   return bits;
 }
 
-// From rows to other rows of the same pool. `what` is 1: copy; 2: compare the rows of both sides; 3: copy, and read each
-// source again as soon as it is copied (it comes from the L2 cache then), to compare it with what was written. A difference
-// sets its block's sum.
+// From rows to other rows of the same pool. `what` is 1: copy; 2: compare the rows of both sides; 3: copy, and read
+// each source again as soon as it is copied (it comes from the L2 cache then), to compare it with what was written. A
+// difference sets its block's sum.
 template <int V>
 __device__ static inline void copy_rows(const Plane* planes, const Chunk* chunks, u32 chunk_count, const u32* rows,
                                         const u32* targets, u64* differs, u32 what) {

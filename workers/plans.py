@@ -121,7 +121,8 @@ def _sizes(
     if isinstance(message, RestoreJob):
         return SliceSizes(most_bytes, most_rows, last_bytes=ramp_bytes)
     if isinstance(message, CaptureJob) and chunks and (whole_bytes := device.unstaged_bytes(pool, rows, chunks[0])):
-        return SliceSizes(most_bytes, most_rows, ramp_bytes, ramp_bytes, whole_bytes)
+        # Both ends are digests of rows here, of which one wait for its turn costs more than a larger slice.
+        return SliceSizes(most_bytes, most_rows, 2 * ramp_bytes, 2 * ramp_bytes, whole_bytes)
     return SliceSizes(most_bytes, most_rows, ramp_bytes)
 
 

@@ -75,7 +75,7 @@ class TorchKernels:
                     mark = self._bytes(differs + chunk.first_block * SUMS * 8, 1)
                     mark.copy_(unequal.to(torch.uint8).view(1))
 
-    def load(self, target: int, source: int, size_bytes: int, sums: int, sums_bytes: int, stream: int) -> None:
+    def load(self, target: int, source: int, size_bytes: int, *, sums: int, sums_bytes: int, stream: int) -> None:
         """See `SliceKernels`."""
         self._move(target, source, size_bytes, stream)
         with self._on(stream):
@@ -129,9 +129,7 @@ class TorchKernels:
             at += size
         return out
 
-    def _scatter(
-        self, loaded: LoadedSlice, chunk: StagedChunk, number: int, rows: Index, staged: torch.Tensor
-    ) -> None:
+    def _scatter(self, loaded: LoadedSlice, chunk: StagedChunk, number: int, rows: Index, staged: torch.Tensor) -> None:
         work = chunk.work
         index = self._index(loaded, chunk, number, rows)
         at = 0

@@ -1,4 +1,4 @@
-"""What people do without a daemon, on the same bytes: a copy of each block, of all in one call, `.cpu()`, pageable memory."""
+"""What people do without a daemon, on the same bytes: a copy a block, all in one call, `.cpu()`, pageable memory."""
 
 import mmap
 import time
@@ -16,8 +16,8 @@ _PLAIN_BYTES: Final = 256 << 20
 
 
 def baselines(pool: torch.Tensor, shape: CopyShape, page_locked: torch.Tensor) -> dict[str, float]:
-    """Bytes a second of each way to bring the first slot's rows to the host, in gathered order where it has one. What was
-    copied block by block is compared.
+    """Bytes a second of each way to bring the first slot's rows to the host. What was copied block by block is compared
+    with the rows in gathered order.
     """
     rows = torch.tensor(shape.row_numbers(0), device=pool.device)
     planes, _, row_bytes = shape.axes
@@ -49,13 +49,13 @@ def baselines(pool: torch.Tensor, shape: CopyShape, page_locked: torch.Tensor) -
         if not torch.equal(page_locked[: len(expected)].to(pool.device), expected):
             raise RuntimeError(f"{name} brought other bytes")
     plain = pool[:_PLAIN_BYTES]
-    found["to_cpu"] = len(plain) / _timed(lambda: None if len(plain.cpu()) else None, stream)
+    found["to_cpu"] = len(plain) / _timed(plain.cpu, stream)
     shared = torch.frombuffer(mmap.mmap(-1, len(plain)), dtype=torch.uint8).zero_()
-    found["pageable_copy"] = len(plain) / _timed(lambda: None if len(shared.copy_(plain)) else None, stream)
+    found["pageable_copy"] = len(plain) / _timed(lambda: shared.copy_(plain), stream)
     return found
 
 
-def _timed(way: Callable[[], None], stream: torch.cuda.Stream) -> float:
+def _timed(way: Callable[[], object], stream: torch.cuda.Stream) -> float:
     torch.cuda.synchronize()
     started_s = time.perf_counter()
     way()

@@ -1,4 +1,4 @@
-"""The layouts that the copy benchmarks move: a slot cache of token rows, paged caches with shuffled blocks, and heads."""
+"""The layouts that the copy benchmarks move: a slot cache of token rows, and caches with shuffled rows of any size."""
 
 import math
 import random

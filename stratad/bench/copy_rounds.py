@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layouts",
         nargs="+",
         choices=LAYOUTS,
-        help=f"default: all on cuda, {' and '.join(_CPU_LAYOUTS)} on cpu; rows-* and heads-* are shuffled rows of that size",
+        help=f"rows-* and heads-*: shuffled rows of that size (default: all on cuda, {', '.join(_CPU_LAYOUTS)} on cpu)",
     )
     parser.add_argument(
         "--paths",
@@ -154,8 +154,9 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
         "ram.budget_bytes": str(int(_BUDGET_IMAGES * image_bytes) + 64 * _MIB),
     }
     if args.slice_mib:
-        settings |= {name: f"{args.slice_mib}MiB" for name in ("copy.staging_bytes", "copy.slice_bytes")}
+        settings |= dict.fromkeys(("copy.staging_bytes", "copy.slice_bytes"), f"{args.slice_mib}MiB")
     rows: list[Row] = []
+    device_name, welcome = "", None
     for path in args.paths:
         with PrivateDaemon.start({**settings, "copy.path": path}) as daemon:
             progress(f"{bench.name}: waiting for the daemon's workers")
@@ -164,6 +165,7 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
                 found, device_name = _rounds(bench, client, args, layouts, on_cuda=on_cuda, progress=progress)
                 rows += [{**row, "path": path} for row in found] if on_cuda else found
                 welcome = client.welcome
+    assert welcome is not None, "there is one path at least"
     report_settings: Row = {
         "device": "cuda" if on_cuda else "cpu",
         "device_name": device_name,

@@ -148,8 +148,8 @@ API cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
   return 0;
 }
 API cudaRuntimeGetVersion(int* version) { *version = runtime_version; return 0; }
-static int batch(void** to, void** from, size_t* sizes, size_t count, const int* attributes, size_t* first, size_t kinds,
-                 void* stream) {
+static int batch(void** to, void** from, size_t* sizes, size_t count, const int* attributes, size_t* first,
+                 size_t kinds, void* stream) {
   std::lock_guard<std::mutex> hold(lock);
   if (failure) { int code = failure; failure = 0; return code; }
   if (!stream || kinds != 1 || *first != 0 || attributes[0] != 1) return 1;

@@ -44,7 +44,14 @@ class Gpu:
         self.layout = layout
         self.pool_bytes = pool_bytes or layout.end_bytes
         self.digester = DIGESTER
-        self.cuda = CudaDevice.open(UUID, self.digester, slice_bytes=slice_bytes, staging_bytes=slice_bytes, direct_slice_bytes=slice_bytes, path=path)
+        self.cuda = CudaDevice.open(
+            UUID,
+            self.digester,
+            slice_bytes=slice_bytes,
+            staging_bytes=slice_bytes,
+            direct_slice_bytes=slice_bytes,
+            path=path,
+        )
         self.allocation = runtime.malloc(self.pool_bytes + 4096)
         self.offset = 512
         memory = (ctypes.c_ubyte * self.pool_bytes).from_address(self.allocation + self.offset)

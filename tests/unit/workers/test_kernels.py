@@ -18,9 +18,9 @@ from workers.compiler import CompilerUnavailable, KernelCompiler
 from workers.device import DevicePool, SliceWork
 from workers.digest import BLOCK_BYTES, MLH, Bytes, Digester
 from workers.jobs import capture_chunks, restore_chunks
-from workers.kernel_source import SOURCE
+from workers.kernel_source import COMPARE, COPY, SOURCE
 from workers.rowmap import RowMap
-from workers.slice_table import SliceTable, group_shapes, key_table, plane_table, slice_table, vector_width
+from workers.slice_table import SliceTable, group_shapes, key_table, magic_of, plane_table, slice_table, vector_width
 
 COMPILER = shutil.which("g++") or shutil.which("c++") or ""
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
@@ -138,6 +138,51 @@ def test_kernels_move_and_digest_what_the_model_says(kernels: ctypes.CDLL, case:
                 back.staging[chunk.staging_bytes : chunk.staging_bytes + len(stored)] = array_of(stored)
             back.rows("scatter", pointer(back.staging))
         assert np.array_equal(pool.memory, case.restored(destroyed, before, prefix))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(cases(), st.integers(0, 2**32))
+def test_rows_are_copied_to_rows_and_every_difference_is_told(kernels: ctypes.CDLL, case: Case, seed: int) -> None:
+    pool = HostPool(case.layout, seed)
+    before = pool.memory.copy()
+    work = case_work(pool, case)
+    packed = pack_groups(case.target)
+    targets = tuple(RowMap.parse(e, group.rows, 0) for e, group in zip(packed, case.layout.all_groups, strict=True))
+    device = Emulated(kernels, pool, slice_table(work, group_shapes(case.layout), work._replace(rows=targets)))
+
+    def differs(what: int) -> list[int]:
+        sums = np.zeros((device.table.block_count, 4), np.uint64)
+        device.rows("copy_rows", pointer(device.table.targets), pointer(sums), ctypes.c_uint(what))
+        return np.flatnonzero(sums[:, 0]).tolist()
+
+    assert differs(COPY | COMPARE) == []
+    assert np.array_equal(pool.memory, case.copied(before))
+    assert differs(COMPARE) == []
+    # A byte of the last token of a chunk, in its last plane.
+    number = seed % len(case.spans)
+    span = case.spans[number]
+    plane = case.layout.all_groups[span.group].planes[-1]
+    row = case.rows[span.group][span.first_row]
+    pool.memory[plane.offset_bytes + row * plane.row_stride_bytes] ^= 1
+    assert differs(COMPARE) == [int(device.table.chunks["first_block"][number])]
+    assert differs(COPY) == []
+
+
+@pytest.mark.parametrize("row_bytes", [1, 3, 16, 136, 4096, 65_540, 2**20, 2**31, 2**32 - 1])
+def test_a_multiplication_divides_exactly(row_bytes: int) -> None:
+    magic = magic_of(row_bytes)
+    assert magic < 2**64
+    if row_bytes == 1:
+        assert magic == 0
+        return
+    for near in {
+        0,
+        1,
+        *(k * row_bytes + d for k in (1, 2, 7, (2**32 - 1) // row_bytes) for d in (-1, 0, 1)),
+        2**32 - 1,
+    }:
+        if 0 <= near < 2**32:
+            assert near * magic >> 64 == near // row_bytes
 
 
 @pytest.mark.parametrize("grain", [1, 4, 16])
