@@ -81,6 +81,8 @@ class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `state` is ``done``, ``failed`` or ``untouched`` (its job never started). `rows_undefined` are the rows and slots of
     each group whose bytes the operation may have written and that must not be used (empty: none of any group).
+    `moved_bytes` were copied, by the count of the worker's lane, and `skipped_bytes` not, since digests proved them to
+    be there already: stored, or in the rows.
 
     The worker waited `event_s` for the engine's event and `queue_s` for its lane, where the job then was for `lane_s`:
     `digest_s` of it on digests, `verify_s` of these on proving bytes that were copied; and `copy_s` on copies,
@@ -101,6 +103,7 @@ class StageOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     event_s: float = 0.0
     queue_s: float = 0.0
     digested_bytes: int = 0
+    skipped_bytes: int = 0
 
 
 class WorkerProcess(msgspec.Struct, frozen=True):
@@ -296,6 +299,67 @@ class FaultInfo(msgspec.Struct, frozen=True):
     worker: str
 
 
+class TracedStage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the time of one stage of an operation went; the steps, in this order, add up to the operation's time.
+
+    It waited `queue_s` until its job was with its worker. `way_s` were the messages between supervisor and worker. The
+    worker waited `event_s` for the engine's event and `turn_s` for its lane; there `digest_s` went into digests of rows
+    where they lie, `gather_s` into moving bytes between rows and staging, `link_s` over the link, `verify_s` into
+    proving what was moved, and `rest_s` into the rest. `publish_s` passed from its end to the reply. Of `asked_bytes`
+    the job moved some and digested some.
+    """
+
+    stage: int
+    worker: str
+    state: str
+    code: str = ""
+    asked_bytes: int = 0
+    moved_bytes: int = 0
+    digested_bytes: int = 0
+    queue_s: float = 0.0
+    way_s: float = 0.0
+    event_s: float = 0.0
+    turn_s: float = 0.0
+    digest_s: float = 0.0
+    gather_s: float = 0.0
+    link_s: float = 0.0
+    verify_s: float = 0.0
+    rest_s: float = 0.0
+    publish_s: float = 0.0
+
+
+class TracedOp(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One operation that has ended: it came at `began_unix_s`, and `total_s` later its reply was sent. Writing its
+    record took `journal_s` of that. `code` says why it failed (empty: it did not).
+    """
+
+    op_id: int
+    kind: str
+    namespace: str
+    conversation: str
+    engine_id: int
+    tokens: int
+    code: str = ""
+    began_unix_s: float = 0.0
+    total_s: float = 0.0
+    journal_s: float = 0.0
+    stages: tuple[TracedStage, ...] = ()
+
+
+class TraceKind(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Operations of one kind: `count` ended well, `failed` did not. `times` holds four seconds by step (`total`, those
+    of a `TracedStage` without ``_s``, and `journal`): p50, p90, p99 and the most, of those that ended well; of their
+    stages the one that was done last counts.
+    """
+
+    kind: str
+    count: int
+    failed: int
+    moved_bytes: int
+    digested_bytes: int
+    times: dict[str, tuple[float, ...]] = {}
+
+
 class MemoryArena(msgspec.Struct, frozen=True):
     """The arena of one worker: bytes of its shuttles, and of their granules in use and free."""
 
@@ -383,6 +447,8 @@ class Restore(Message, frozen=True, tag="restore"):
     The image is named by `image_id`, or by `conversation` when that is 0. Where stages have states, the image must have
     a checkpoint at `tokens`, and `rows` name one slot a state group for it. With `take` the image is held until
     `Acknowledge` gives it up. `ordered` says what proves that the rows are no longer read or written by the engine.
+    `resident_tokens`: the rows of so many first tokens may hold the right bytes still, and where digests prove it they
+    are left as they are (only where the daemon's `shuttle.reuse` is ``verified``).
     """
 
     seq: int
@@ -395,6 +461,7 @@ class Restore(Message, frozen=True, tag="restore"):
     tokens: int = -1
     take: bool = False
     deadline_s: float = 30.0
+    resident_tokens: int = 0
 
 
 class SlotDirect(Message, frozen=True, tag="slot_direct"):
@@ -429,7 +496,7 @@ class SlotTo(Message, frozen=True, tag="slot_to"):
 
 class SlotFrom(Message, frozen=True, tag="slot_from"):
     """Second half: restore the transit image of `source_slot` into `rows` of `slot`. With `keep` the transit image
-    stays for further copies; a copy that failed always leaves it.
+    stays for further copies; a copy that failed always leaves it. `resident_tokens` as in `Restore`.
     """
 
     seq: int
@@ -440,6 +507,7 @@ class SlotFrom(Message, frozen=True, tag="slot_from"):
     ordered: str
     keep: bool = False
     deadline_s: float = 30.0
+    resident_tokens: int = 0
 
 
 class SlotDrop(Message, frozen=True, tag="slot_drop"):
@@ -695,6 +763,26 @@ class Cancel(Message, frozen=True, tag="cancel"):
     target_seq: int
 
 
+class Trace(Message, frozen=True, tag="trace"):
+    """Up to `limit` of the operations that the trace keeps, of namespaces that the caller may see: the latest, or with
+    `slowest` those that took longest; with `op` only those of this kind. Answer: `Traced`.
+    """
+
+    seq: int
+    limit: int = 20
+    op: str = ""
+    slowest: bool = False
+
+
+class SetTrace(Message, frozen=True, tag="set_trace"):
+    """Switch the trace on, which empties it, or off, which keeps what there is. For admins. Answer: `Traced`, without
+    operations.
+    """
+
+    seq: int
+    on: bool
+
+
 class FaultArm(Message, frozen=True, tag="fault_arm"):
     """Arm one fault: copy number `at` from now (1: the next slice) of operation `op` in stage `stage` fails in the way
     of `kind`. Answer: `Faults` with this one.
@@ -764,6 +852,8 @@ Request: TypeAlias = (
     | ListImages
     | Show
     | Cancel
+    | Trace
+    | SetTrace
     | FaultArm
     | FaultList
     | FaultDisarm
@@ -976,6 +1066,23 @@ class MemoryReply(Message, frozen=True, tag="memory_reply"):
     journal_bytes: int = 0
 
 
+class Traced(Message, frozen=True, tag="traced"):
+    """Answer to `Trace` and `SetTrace`: whether it is `on` and since when, how many operations are `kept` and how many
+    were `forgotten` since to make room; what it takes and may take; percentiles by kind, of the latest thousand that
+    were asked for; and the operations: the latest last, or the slowest first.
+    """
+
+    seq: int
+    on: bool
+    since_unix_s: float
+    kept: int
+    forgotten: int
+    held_bytes: int
+    bound_bytes: int
+    kinds: tuple[TraceKind, ...]
+    ops: tuple[TracedOp, ...]
+
+
 class Images(Message, frozen=True, tag="images"):
     """Answer to `ListImages`; `more` says that the limit cut it."""
 
@@ -1055,6 +1162,7 @@ Reply: TypeAlias = (
     | Found
     | StatsReply
     | MemoryReply
+    | Traced
     | Images
     | ImageDetail
     | Faults
@@ -1096,6 +1204,9 @@ class CaptureJob(Message, frozen=True, tag="capture_job"):
     """Copy rows of a pool into places. The chunks are `layout.chunks(tokens, positions)`, in that order, one place
     each. `poll_event` asks the worker to poll the pool's event before it starts. `op` and `stage` say what the job is
     part of, for ordered faults.
+
+    Where `chunks` numbers some (packed, ascending), the job has only those. Those that `hinted` numbers (so packed) are
+    expected to be stored already: they have no place, and are only digested where they lie.
     """
 
     job: int
@@ -1108,6 +1219,8 @@ class CaptureJob(Message, frozen=True, tag="capture_job"):
     event_wait_s: float = 30.0
     op: str = ""
     stage: int = -1
+    hinted: bytes = b""
+    chunks: bytes = b""
 
 
 class RestoreJob(Message, frozen=True, tag="restore_job"):
@@ -1115,6 +1228,7 @@ class RestoreJob(Message, frozen=True, tag="restore_job"):
 
     The chunks are those of the whole image (`image_tokens`, `positions`); only the first `tokens`, and the states at
     that position, are written. `algorithms` names the digest algorithm of each chunk in order, or a single one for all.
+    Chunks within the first `resident_tokens` tokens are digested where they are to go, and skipped if they are there.
     """
 
     job: int
@@ -1130,6 +1244,7 @@ class RestoreJob(Message, frozen=True, tag="restore_job"):
     event_wait_s: float = 30.0
     op: str = ""
     stage: int = -1
+    resident_tokens: int = 0
 
 
 class CopyJob(Message, frozen=True, tag="copy_job"):
@@ -1310,10 +1425,11 @@ class EventAwaited(Message, frozen=True, tag="event_awaited"):
 
 
 class JobDone(Message, frozen=True, tag="job_done"):
-    """A job ended well. `digests` holds those of a capture, or those that were asked for, in chunk order; `lane_s` is
-    the time from its start on the lane to its end, in which the lane waited `digest_s` and `copy_s` for the device (on
-    `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool in host memory on a GPU's
-    worker). The other times are those of a `StageOutcome`.
+    """A job ended well; its lane has copied `moved_bytes` (of a `DigestJob`: read), and a restore has left
+    `skipped_bytes` as they are. `digests` holds those of all chunks of a capture, or those that were asked for, in
+    chunk order; `lane_s` is the time from its start on the lane to its end, in which the lane waited `digest_s` and
+    `copy_s` for the device (on `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool
+    in host memory on a GPU's worker). The other times are those of a `StageOutcome`.
     """
 
     job: int
@@ -1328,6 +1444,7 @@ class JobDone(Message, frozen=True, tag="job_done"):
     event_s: float = 0.0
     queue_s: float = 0.0
     digested_bytes: int = 0
+    skipped_bytes: int = 0
 
 
 class JobFailed(Message, frozen=True, tag="job_failed"):

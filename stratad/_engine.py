@@ -9,7 +9,7 @@ from ipc.messages import Captured, Copied, Done, Found, Lookup, Mark, Marked, Re
 from stratad._arguments import TokensLike, pack_tokens
 from stratad._calls import FINAL, Call
 from stratad._fences import AnyTicket, Fences, rows_busy
-from stratad._operations import ImageWanted, Operations, check_slot
+from stratad._operations import ImageWanted, Operations, SlotSource, check_slot
 from stratad._proofs import wait_for_end
 from stratad._registration import Registration
 from stratad._rows import Checkpoints, RowsGiven, StageRowsLike
@@ -128,6 +128,7 @@ class Engine:
         image_id: int = 0,
         rows_by_stage: Sequence[StageRowsLike] | None = None,
         tokens: int = -1,
+        resident_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> Ticket[Restored]:
         """Start to restore the first `tokens` tokens (-1: all) of an image into the rows; returns at once.
@@ -137,11 +138,15 @@ class Engine:
         and no window may have passed what so many tokens need (code ``no_checkpoint``). The rows are undefined until
         the result is there, and after a failure those that the error's stages name.
 
+        `resident_tokens`: the rows of so many first tokens may still hold the image's bytes, since they held them once.
+        A daemon whose `shuttle.reuse` is ``verified`` then digests them and copies only what is not there (the
+        outcomes' `skipped_bytes` say how much was); a number that is wrong costs time, never a wrong byte.
+
         Raises:
             UsageError: the arguments contradict each other or the registration.
             Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
         """
-        image = ImageWanted(conversation, image_id, tokens, take=False)
+        image = ImageWanted(conversation, image_id, tokens, take=False, resident_tokens=resident_tokens)
         return self.operations.restore(image, RowsGiven(rows, rows_by_stage), slot, deadline_s)
 
     def take(
@@ -153,6 +158,7 @@ class Engine:
         image_id: int = 0,
         rows_by_stage: Sequence[StageRowsLike] | None = None,
         tokens: int = -1,
+        resident_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> Ticket[Restored]:
         """Like `restore`, and the image is given up once the ticket's `result` was asked for and is there.
@@ -160,7 +166,7 @@ class Engine:
         Until then the image is held for this engine: nobody else can take it. A ticket whose result nobody will ask
         for must be cancelled; see `Ticket.cancel`.
         """
-        image = ImageWanted(conversation, image_id, tokens, take=True)
+        image = ImageWanted(conversation, image_id, tokens, take=True, resident_tokens=resident_tokens)
         return self.operations.restore(image, RowsGiven(rows, rows_by_stage), slot, deadline_s)
 
     def slot_direct(
@@ -216,17 +222,18 @@ class Engine:
         *,
         rows_by_stage: Sequence[StageRowsLike] | None = None,
         keep: bool = False,
+        resident_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> Ticket[Restored]:
         """Second half: start to copy the transit image of `source_slot` into the rows, verified as in a restore. With
-        `keep` the transit image stays; after a failure it always does.
+        `keep` the transit image stays; after a failure it always does. `resident_tokens` as in `restore`.
 
         Raises:
             UsageError: the arguments contradict each other or the registration; no transit image (``unknown_image``).
             Busy: a row is still in use by an operation of this engine (code ``rows_busy``).
         """
-        given = RowsGiven(rows, rows_by_stage)
-        return self.operations.slot_from(source_slot, given, slot, keep=keep, deadline_s=deadline_s)
+        source = SlotSource(source_slot, keep=keep, resident_tokens=resident_tokens)
+        return self.operations.slot_from(source, RowsGiven(rows, rows_by_stage), slot, deadline_s)
 
     def slot_drop(self, slot: int, *, deadline_s: float | None = None) -> None:
         """Give up the transit image of a slot.

@@ -27,7 +27,7 @@ from ipc.messages import (
     SlotTo,
 )
 from shm.layout import StageLayout, interned
-from shm.rows import RowRuns, pack_numbers
+from shm.rows import ROW_LIMIT, RowRuns, pack_numbers
 from stratad._arguments import U32_LIMIT, TokensLike, pack_tokens
 from stratad._calls import Call
 from stratad._fences import Fences
@@ -48,12 +48,21 @@ PartT = TypeVar("PartT", bound=PartStored | PartLoaded)
 
 
 class ImageWanted(NamedTuple):
-    """Which image a restore names, and how many of its tokens (-1: all)."""
+    """Which image a restore names, how many of its tokens (-1: all), and how many of these may be in their rows."""
 
     conversation: str
     image_id: int
     tokens: int
     take: bool
+    resident_tokens: int = 0
+
+
+class SlotSource(NamedTuple):
+    """Whose transit image is copied, and how many of its tokens may be in the rows already."""
+
+    slot: int
+    keep: bool
+    resident_tokens: int = 0
 
 
 class _Reading(NamedTuple):
@@ -126,13 +135,14 @@ class Operations:
             raise UsageError("bad_value", "give either conversation or image_id")
         if image.tokens < -1 or image.tokens == 0:
             raise UsageError("bad_tokens", f"tokens must be -1 (all) or above 0, got {image.tokens}")
+        check_resident(image.resident_tokens)
         use = self._writing(given, image.tokens, (slot,), slot)
         self._order()
 
         def build(seq: int, left_s: float) -> Request:
             engine_id, rows, ordered = self._registration.engine_id, use.packed, self._ordered()
-            conversation, image_id, tokens, take = image
-            return Restore(seq, engine_id, conversation, rows, slot, ordered, image_id, tokens, take, left_s)
+            conversation, image_id, tokens, take, resident = image
+            return Restore(seq, engine_id, conversation, rows, slot, ordered, image_id, tokens, take, left_s, resident)
 
         kind = "take" if image.take else "restore"
         return self._start(kind, build, Restored, (use,), slot, deadline_s)
@@ -165,17 +175,17 @@ class Operations:
 
         return self._start("slot_to", build, Captured, (reading.use,), slot, deadline_s)
 
-    def slot_from(
-        self, source_slot: int, given: RowsGiven, slot: int, *, keep: bool, deadline_s: float | None
-    ) -> Ticket[Restored]:
+    def slot_from(self, source: SlotSource, given: RowsGiven, slot: int, deadline_s: float | None) -> Ticket[Restored]:
         """Copy a slot's transit image into rows."""
+        source_slot, keep, resident = source
         check_slot(source_slot)
+        check_resident(resident)
         use = self._writing(given, -1, (slot,), slot)
         self._order()
 
         def build(seq: int, left_s: float) -> Request:
             engine_id, rows, ordered = self._registration.engine_id, use.packed, self._ordered()
-            return SlotFrom(seq, engine_id, source_slot, rows, slot, ordered, keep, left_s)
+            return SlotFrom(seq, engine_id, source_slot, rows, slot, ordered, keep, left_s, resident)
 
         return self._start("slot_from", build, Restored, (use,), slot, deadline_s)
 
@@ -302,6 +312,16 @@ def check_slot(slot: int) -> None:
     """
     if not 0 <= slot < SLOT_LIMIT:
         raise UsageError("bad_value", f"a slot must be 0 to {SLOT_LIMIT - 1}, got {slot}")
+
+
+def check_resident(tokens: int) -> None:
+    """Refuse a number of tokens that cannot be in rows.
+
+    Raises:
+        UsageError: ``bad_tokens``.
+    """
+    if not 0 <= tokens < ROW_LIMIT:
+        raise UsageError("bad_tokens", f"resident_tokens must be 0 to {ROW_LIMIT - 1}, got {tokens}")
 
 
 def _counted(tokens: int) -> int:

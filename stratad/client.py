@@ -51,9 +51,12 @@ from ipc.messages import (
     ResetWorker,
     RestartWorker,
     Restored,
+    SetTrace,
     Show,
     Stats,
     StatsReply,
+    Trace,
+    Traced,
     Welcome,
     WorkerOrdered,
     WorkersChanged,
@@ -424,6 +427,22 @@ class Client:
     async def memory_async(self, *, history: int = 0, deadline_s: float | None = None) -> MemoryReply:
         """`memory` for coroutines."""
         return await self.wait_async(self._memory_call(history, deadline_s), MemoryReply)
+
+    def trace(self, *, limit: int = 20, op: str = "", slowest: bool = False, deadline_s: float | None = None) -> Traced:
+        """Where the time of the latest operations went, or (`slowest`) of those that took longest; of one kind `op`.
+
+        Raises:
+            UsageError: there is no such kind.
+        """
+        until_s = self.until_s(deadline_s)
+        return self.wait(
+            Call("trace", lambda _, seq: Trace(seq, limit, op, slowest), Traced, until_s, retry=True), Traced
+        )
+
+    def set_trace(self, *, on: bool, deadline_s: float | None = None) -> Traced:
+        """Begin to trace operations, with nothing kept yet, or end it. For admins."""
+        until_s = self.until_s(deadline_s)
+        return self.wait(Call("set_trace", lambda _, seq: SetTrace(seq, on), Traced, until_s), Traced)
 
     def list_images(self, namespace: str = "", *, deadline_s: float | None = None) -> list[ImageInfo]:
         """All published images of a namespace, or of all that this user may see, in order of their ids."""

@@ -1,6 +1,7 @@
 """The configuration: every setting with its unit, its bound and its default, read once.
 
-Flags go before the environment (``STRATAD_<SECTION>_<KEY>``), that before the TOML file, that before the defaults.
+Flags go before the environment (``STRATAD_<SECTION>_<KEY>``, then the switches of `stratad.switches`), that before the
+TOML file, that before the defaults.
 Sizes may be written as ``"256MiB"``. This is the only module that reads arguments, environment or the file.
 """
 
@@ -26,6 +27,7 @@ from stratad.config_text import MEANINGS, SIZE_FORM, exact_size, in_words
 from stratad.devices import Devices, parse_devices
 from stratad.fault_points import DieAt
 from stratad.paths import PathError, default_run_dir, default_state_dir, socket_paths
+from stratad.switches import SwitchError, serial_note, switched
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -82,6 +84,16 @@ class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Jobs up to this size are done by the worker's loop itself: handing over to a lane would take longer.
     inline_bytes: Annotated[int, Meta(ge=0, le=64 * MIB)] = 256 * KIB
     chunk_tokens: Annotated[int, Meta(ge=1, le=65536)] = 256
+    trace: bool = False
+
+
+class ShuttleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What of the bytes in shuttles is used again. ``off``: every image stores all of its chunks. ``storage``: captures
+    copy all bytes, and equal chunks are stored once. ``verified``: besides, what digests prove to be stored already, or
+    to be in the rows of a restore, is not copied. Tokens alone never prove anything.
+    """
+
+    reuse: Literal["off", "storage", "verified"] = "storage"
 
 
 class CpuDeviceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,12 +180,15 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All settings. `print_config` says that the caller only wants to see them."""
+    """All settings. `print_config` says that the caller only wants to see them, `parallel_note` why stages copy one
+    after another, or side by side where a switch asked for the other (empty: nobody wonders).
+    """
 
     daemon: DaemonConfig = DaemonConfig()
     access: AccessConfig = AccessConfig()
     ram: RamConfig = RamConfig()
     copy: CopyConfig = CopyConfig()
+    shuttle: ShuttleConfig = ShuttleConfig()
     cpu_device: CpuDeviceConfig = CpuDeviceConfig()
     limits: LimitsConfig = LimitsConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
@@ -183,6 +198,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log: LogConfig = LogConfig()
     testing: TestingConfig = TestingConfig()
     print_config: bool = False
+    parallel_note: str = ""
 
 
 class _Given(NamedTuple):
@@ -193,7 +209,9 @@ class _Given(NamedTuple):
 
 
 _SECTIONS: Final[dict[str, type[msgspec.Struct]]] = {
-    field.name: field.type for field in msgspec.structs.fields(Config) if field.name != "print_config"
+    field.name: field.type
+    for field in msgspec.structs.fields(Config)
+    if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
 }
 _KEYS: Final[dict[str, object]] = {
     f"{section}.{field.name}": field.type
@@ -216,7 +234,9 @@ _FLAG_FORMS: Final = {
     "devices": ("auto|cpu:N|cuda:all|UUID,...", "default: auto"),
 }
 _EPILOG: Final = """\
-Flags go before the environment (STRATAD_<SECTION>_<KEY>), that before the file, that before the defaults.
+Flags go before the environment (STRATAD_<SECTION>_<KEY>), that before the file, that before the defaults. Of the
+environment also these are read, behind its own names: STRATA_STAGE_COPY_PARALLEL, STRATA_STAGE_COPY_TRACE,
+STRATA_SLOT_SHUTTLE_REUSE, STRATA_PARK_ASYNC, STRATA_CKPT_ASYNC.
 
 exit codes:
   0  stopped
@@ -239,6 +259,8 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     given: dict[str, _Given] = {}
     if arguments.config is not None:
         given.update(_from_file(Path(arguments.config)))
+    in_file = given.get("copy.parallel")
+    given.update(_from_switches(environ))
     given.update(_from_environ(environ))
     given.update(_from_flags(arguments))
     try:
@@ -254,6 +276,10 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
         sections[section][name] = _convert(key, entry)
     built = {section: kind(**sections[section]) for section, kind in _SECTIONS.items()}
     config = msgspec.structs.replace(Config(), **built, print_config=bool(arguments.print_config))
+    others = f"copy.parallel = true ({in_file.source})" if in_file is not None and in_file.value is True else ""
+    source = given.get("copy.parallel", _Given(True, "the default")).source
+    note = serial_note(environ, source, parallel=config.copy.parallel, others=others)
+    config = msgspec.structs.replace(config, parallel_note=note)
     _check_together(config)
     return config
 
@@ -320,6 +346,14 @@ def _from_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, _Given]]:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
             raise ConfigError(f"the environment sets {name}, which is no setting; the nearest is {near[0]}")
         yield names[name], _Given(value, f"environment {name}")
+
+
+def _from_switches(environ: Mapping[str, str]) -> Iterator[tuple[str, _Given]]:
+    try:
+        for key, value, variable in switched(environ):
+            yield key, _Given(value, f"environment {variable}")
+    except SwitchError as exc:
+        raise ConfigError(str(exc)) from exc
 
 
 def _from_flags(arguments: argparse.Namespace) -> Iterator[tuple[str, _Given]]:

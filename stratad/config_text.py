@@ -29,6 +29,8 @@ MEANINGS: Final[dict[str, str]] = {
     "copy.stream_priority": "a GPU runs our kernels before (high) or after (low) the engine's: high or low",
     "copy.inline_bytes": "bytes up to which a job is copied by the worker's loop itself, without a lane",
     "copy.chunk_tokens": "tokens of one chunk: the unit of digest, sharing and allocation",
+    "copy.trace": "record where the time of operations goes, see `stratactl trace` (true or false)",
+    "shuttle.reuse": "off: nothing; storage: equal chunks are stored once; verified: what digests prove is not copied",
     "cpu_device.link_bytes_per_s": "bytes a second of a simulated link of the cpu devices; 0: as fast as the memory",
     "limits.max_message_bytes": "bytes of the longest message that a client may send",
     "limits.max_clients": "clients connected at once",

@@ -112,6 +112,8 @@ def run(config: Config, notifier: Notifier) -> int:
                 workers=len(devices),
                 budget_bytes=settings.budget_bytes,
                 run_dir=str(paths.directory),
+                copies="side by side" if settings.parallel else "one stage after another",
+                **({"because": config.parallel_note} if config.parallel_note else {}),
             ),
         )
         gc.collect()
@@ -289,10 +291,15 @@ def _settings(config: Config, devices: list[DeviceSpec], access: Access) -> Sett
         memory=MemorySettings(
             config.memory.sample_s, config.memory.keep, config.memory.residual_warn_bytes, config.memory.warn_after
         ),
+        reuse=config.shuttle.reuse,
         admins=access.admins,
         allow_faults=config.testing.allow_faults,
+        trace=config.copy.trace,
         shown=(
             ("copy.parallel", str(config.copy.parallel).lower()),
+            *((("copy.parallel_note", config.parallel_note),) if config.parallel_note else ()),
+            ("copy.trace", str(config.copy.trace).lower()),
+            ("shuttle.reuse", config.shuttle.reuse),
             ("copy.chunk_tokens", str(config.copy.chunk_tokens)),
             ("access", access.allowed_text),
             ("ram.budget_source", source),

@@ -14,7 +14,7 @@ import zmq
 
 from ipc.lifeline import LifelineServer, Refused
 from ipc.logs import fields
-from ipc.messages import Faults, MemoryReply, Reply, StatsReply, WorkerSpec
+from ipc.messages import CopyCommand, Faults, MemoryReply, Reply, StatsReply, WorkerSpec
 from ipc.server import FLUSH_S
 from shm.janitor import remove_segment
 from stratad import ledger
@@ -86,6 +86,7 @@ class Supervisor:
         points: FaultPoints | None = None,
     ) -> None:
         self._core = core
+        self._trace = core.state.trace
         self._points = points
         self._notifier = notifier
         self._access = access
@@ -241,9 +242,13 @@ class Supervisor:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case SendTo():
+                if self._trace.on and isinstance(effect.command, CopyCommand):
+                    self._trace.note_sent(effect.command.job, time.monotonic())  # its worker may be faster than we
                 self._workers.send(effect)
             case ReplyTo():
                 self._reply_to(effect.client, effect.message)
+                if self._trace.unanswered:
+                    self._trace.note_reply(effect.client, effect.message.seq, time.monotonic())
             case LogLine():
                 log.log(LEVELS[effect.level], "%s", effect.message, extra=fields(**dict(effect.fields)))
             case ForwardDescriptor():
@@ -290,6 +295,7 @@ class Supervisor:
 
     def _append(self, effect: Append) -> None:
         error = ""
+        start_s = time.monotonic()
         try:
             self._journal.append(effect.records)
         except JournalError as exc:
@@ -297,6 +303,7 @@ class Supervisor:
         except Exception as exc:  # noqa: BLE001 - whoever waits for the record must hear of it, or he waits for good
             self._turn.bug("append", ",".join(sorted({type(record).__name__ for record in effect.records})))
             error = f"a bug of the daemon, see its log ({exc})"
+        self._trace.note_append(time.monotonic() - start_s)
         self._turn.event(functools.partial(self._core.journaled, effect.serial, error))
 
     def _reply_to(self, client: int, message: Reply) -> None:

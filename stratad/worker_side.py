@@ -253,6 +253,9 @@ class WorkerSide:
                 log.error("worker with a wrong token", extra=fields(peer=repr(incoming.peer)))
         elif link.greeted:
             core = self._turn.core
+            # It may have come after the turn began, and be the answer to a command of this very turn.
+            if core.state.trace.on:
+                now = self._turn.tell_time()
             try:
                 effects = core.report(worker, link.generation, report, now)
             except Exception:  # noqa: BLE001 - the worker's state is in doubt: start it again, which ends its jobs for good

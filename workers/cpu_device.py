@@ -381,6 +381,7 @@ class CpuDevice:
         self.slice_rows = _SLICE_ROWS
         self.direct_slice_bytes = self.slice_bytes
         self.ramp_bytes = 0
+        self.digest_slice_bytes = max(slice_bytes, HOST_SLICE_BYTES)
         self.name = platform.processor() or platform.machine()
         self.digest_algorithm = XXH3
         self.digest_path = "numpy"

@@ -46,6 +46,8 @@ _UNSTAGED_SLICE_BYTES: Final = 512 * 1024 * 1024
 # Kernels over so much take a tenth of a millisecond. With less, slices at the ends of a job would have more to wait for
 # where kernels wait for their turn: two processes that use one GPU have it in turns of some milliseconds.
 _RAMP_BYTES: Final = 64 * 1024 * 1024
+# Some hundred microseconds of a GPU's reading: long enough to hide what the host does for the next slice.
+_DIGEST_SLICE_BYTES: Final = 512 * 1024 * 1024
 # Of one process on a GPU, measured: 480 to 560 MiB on an H200, whatever it does.
 CONTEXT_BYTES: Final = 512 * 1024 * 1024
 
@@ -92,6 +94,7 @@ class CudaDevice:
         # Rows that are not staged may be many at once, so that kernels which wait for their turn wait less often.
         self.unstaged_slice_bytes = min(max(slice_bytes, _UNSTAGED_SLICE_BYTES), direct_slice_bytes)
         self.ramp_bytes = min(_RAMP_BYTES, self.slice_bytes)
+        self.digest_slice_bytes = max(_DIGEST_SLICE_BYTES, self.slice_bytes)
         self.digest_algorithm = MLH
         self.name = ""
 

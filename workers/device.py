@@ -282,6 +282,11 @@ class Device(Protocol):
         ...
 
     @property
+    def digest_slice_bytes(self) -> int:
+        """Largest useful slice of what is only digested where it lies: nothing of it is staged."""
+        ...
+
+    @property
     def ramp_bytes(self) -> int:
         """Useful size of a slice of which nothing hides the time (0: any)."""
         ...

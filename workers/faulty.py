@@ -288,6 +288,11 @@ class FaultyDevice:
         return self._inner.direct_slice_bytes
 
     @property
+    def digest_slice_bytes(self) -> int:
+        """See `Device`."""
+        return self._inner.digest_slice_bytes
+
+    @property
     def ramp_bytes(self) -> int:
         """See `Device`."""
         return self._inner.ramp_bytes

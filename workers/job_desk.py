@@ -111,6 +111,7 @@ class JobDesk:
         self._done = 0
         self._failed = 0
         self._stopping = False
+        self._exact = False
         self._lanes = {
             kind: _LaneState(Lane(kind, device.copier(kind)), TaskThread(kind.value, device.bind_thread))
             for kind in LaneKind
@@ -128,11 +129,17 @@ class JobDesk:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Jobs under way, and totals since the start."""
-        return {"jobs": len(self._jobs), "jobs_done": self._done, "jobs_failed": self._failed}
+        """Jobs under way, totals since the start, and whether times are taken on the device."""
+        return {
+            "jobs": len(self._jobs),
+            "jobs_done": self._done,
+            "jobs_failed": self._failed,
+            "exact_times": int(self._exact),
+        }
 
     def measure(self, *, exact: bool) -> None:
         """How exactly the times of copies are taken from now on."""
+        self._exact = exact
         for state in self._lanes.values():
             state.lane.measure(exact=exact)
 
@@ -242,7 +249,7 @@ class JobDesk:
         state = self._lanes[active.plan.lane]
         if state.running is not None or state.queue:
             state.queue.append(active)
-        elif active.plan.moved_bytes <= self._inline_bytes:
+        elif active.plan.work_bytes <= self._inline_bytes:
             active.record.apply(JobEvent.START)
             active.begun_s = time.monotonic()
             self._finish(active, state.lane.run(active.plan, JobHooks(lambda: False, lambda: None)))

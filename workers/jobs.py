@@ -10,6 +10,7 @@ State machine of a job (`TRANSITIONS` is the only copy of it)::
 Every state that is not an end can `fail`. A cancel that comes during the last slice is too late: the job is done.
 """
 
+import operator
 from collections.abc import Sequence
 from enum import Enum
 from typing import Final, NamedTuple
@@ -135,6 +136,7 @@ class ChunkWork(NamedTuple):
     tail_tokens: int
     digest: bytes = b""
     algorithm: str = ""
+    whole: bool = True  # of a restore: all tokens of the chunk are wanted
 
 
 class SliceRange(NamedTuple):
@@ -144,20 +146,65 @@ class SliceRange(NamedTuple):
     chunks: int
 
 
+class CaptureChunks(NamedTuple):
+    """The chunks of a capture: those to be copied, and those that are only digested; each in order."""
+
+    copied: list[ChunkWork]
+    hinted: list[ChunkWork]
+
+
 def capture_chunks(
     layout: StageLayout, tokens: int, positions: Sequence[int], places: Sequence[ChunkPlace]
 ) -> list[ChunkWork]:
-    """The chunks of a capture in order.
+    """All chunks of a capture in order.
 
     Raises:
         JobRefused: the places do not fit the layout, or the last block's tokens cannot be located.
     """
+    return hinted_chunks(layout, tokens, positions, places).copied
+
+
+def hinted_chunks(  # noqa: PLR0917 - what a job's message says of its chunks
+    layout: StageLayout,
+    tokens: int,
+    positions: Sequence[int],
+    places: Sequence[ChunkPlace],
+    hinted: Sequence[int] = (),
+    only: Sequence[int] = (),
+) -> CaptureChunks:
+    """The chunks of a capture (those number `only`; empty: all). Those number `hinted` have no place.
+
+    Raises:
+        JobRefused: the places do not fit the layout, there are no such chunks, or the last block's tokens cannot be
+            located.
+    """
     spans = _spans(layout, tokens, positions)
-    _check_places(spans, places)
-    return [
-        ChunkWork(number, span, place, *_live(layout, span, span.token_count))
-        for number, (span, place) in enumerate(zip(spans, places, strict=True))
-    ]
+    numbers = _ascending(only, len(spans)) or range(len(spans))
+    known = set(_ascending(hinted, len(spans)))
+    if not known.issubset(numbers):
+        raise JobRefused("bad_request", f"chunk {min(known.difference(numbers))} is hinted and not captured")
+    copied = [number for number in numbers if number not in known]
+    _check_places([spans[number] for number in copied], places)
+    return CaptureChunks(
+        [_work(layout, spans, number, place) for number, place in zip(copied, places, strict=True)],
+        [_work(layout, spans, number, _NO_PLACE) for number in hinted],
+    )
+
+
+def _work(layout: StageLayout, spans: Sequence[ChunkSpan], number: int, place: ChunkPlace) -> ChunkWork:
+    span = spans[number]
+    return ChunkWork(number, span, place, *_live(layout, span, span.token_count))
+
+
+def _ascending(numbers: Sequence[int], count: int) -> Sequence[int]:
+    """Numbers of chunks as they came, checked.
+
+    Raises:
+        JobRefused: they do not ascend, or there are not so many chunks.
+    """
+    if any(map(operator.ge, numbers, numbers[1:])) or (numbers and numbers[-1] >= count):
+        raise JobRefused("bad_request", f"numbers of chunks must ascend and be below {count}, got {numbers[:8]}")
+    return numbers
 
 
 def copy_chunks(layout: StageLayout, tokens: int, positions: Sequence[int]) -> list[ChunkWork]:
@@ -182,10 +229,7 @@ def digest_chunks(layout: StageLayout, tokens: int, positions: Sequence[int], wa
     for number in wanted:
         if number >= len(spans):
             raise JobRefused("bad_request", f"chunk {number} of {len(spans)}")
-    return [
-        ChunkWork(number, spans[number], _NO_PLACE, *_live(layout, spans[number], spans[number].token_count))
-        for number in wanted
-    ]
+    return [_work(layout, spans, number, _NO_PLACE) for number in wanted]
 
 
 def _spans(layout: StageLayout, tokens: int, positions: Sequence[int]) -> list[ChunkSpan]:
@@ -233,9 +277,28 @@ def restore_chunks(
         algorithm = algorithms[number] if len(algorithms) > 1 else algorithms[0]
         live = _live(layout, span, wanted)
         works.append(
-            ChunkWork(number, span._replace(first_row=0) if span.is_state else span, place, *live, digest, algorithm)
+            ChunkWork(
+                number,
+                span._replace(first_row=0) if span.is_state else span,
+                place,
+                *live,
+                digest,
+                algorithm,
+                whole=span.is_state or wanted == span.token_count,
+            )
         )
     return works
+
+
+def resident_chunks(chunks: Sequence[ChunkWork], tokens: int, algorithm: str) -> list[ChunkWork]:
+    """Which chunks of a restore may be in their rows already, as far as `tokens` tokens are: those that it restores as
+    a whole and whose digest `algorithm` makes.
+    """
+    return [
+        chunk
+        for chunk in chunks
+        if chunk.span.first_token + chunk.span.token_count <= tokens and chunk.whole and chunk.algorithm == algorithm
+    ]
 
 
 def _check_places(spans: Sequence[ChunkSpan], places: Sequence[ChunkPlace]) -> None:

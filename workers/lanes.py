@@ -6,6 +6,8 @@ A capture slice is digested at its source, copied, and digested again before it 
 private staging and verified whole before any byte of it reaches a row. A copy from rows to rows is both: digested at
 its source and in staging, then written. While one slice is copied the next one has begun (see `workers.device`), so a
 job has at most two slices under way.
+
+What may be there already (see `PlannedJob.look`) is digested first, all of it, where it lies.
 """
 
 import logging
@@ -17,8 +19,8 @@ import msgspec
 
 from ipc.messages import JobDone, JobFailed
 from workers.device import ChunkDamaged, Copier, DeviceFailure, LaneKind, SliceWork, SourceDiffers
-from workers.jobs import JobRefused, rows_needed
-from workers.plans import PlannedJob
+from workers.jobs import JobRefused
+from workers.plans import PlannedJob, bytes_of
 from workers.rowmap import RowMap
 
 _log: Final = logging.getLogger(__name__)
@@ -84,46 +86,67 @@ class Lane:
             return run.failed_whole("internal", f"{type(exc).__name__}: {exc}")
         return JobDone(
             plan.job,
-            plan.moved_bytes,
+            run.moved_bytes,
             0.0,
             0.0,
             b"".join(digests),
             algorithm=plan.algorithm if digests or plan.digests_only else "",
-            digested_bytes=plan.moved_bytes,
+            digested_bytes=run.moved_bytes + run.looked_bytes,
+            skipped_bytes=run.skipped_bytes,
         )
 
 
 class _Run:
-    """One job on its way. `scattered` counts the slices that may have been written to rows."""
+    """One job on its way. `scattered` counts the slices that may have been written to rows; the bytes are those of the
+    slices that are done.
+    """
 
     def __init__(self, copier: Copier, plan: PlannedJob, hooks: JobHooks) -> None:
         self._copier = copier
         self._plan = plan
         self._hooks = hooks
         self._scattered = 0
-        self._moved_bytes = 0
+        self.moved_bytes = 0
+        self.looked_bytes = 0
+        self.skipped_bytes = 0
 
     def carry_out(self) -> list[bytes]:
         """Do the job; the digests of all chunks where it makes any."""
-        if self._plan.lane is LaneKind.RESTORE:
-            return self.restore()
-        if self._plan.digests_only:
+        plan = self._plan
+        look = self.look(plan.look) if plan.look is not None else {}
+        if plan.lane is LaneKind.RESTORE:
+            return self.restore(look)
+        if plan.digests_only:
             return self.digest()
-        return self.copy() if self._plan.written else self.capture()
+        return self.copy() if plan.written else self.capture(look)
 
-    def capture(self) -> list[bytes]:
-        """Capture every slice; the digests of all chunks."""
+    def look(self, plan: PlannedJob) -> dict[int, bytes]:
+        """The digests, by chunk, of what may be there already."""
         copier = self._copier
+        digests: list[bytes] = []
+
+        def complete(number: int) -> None:
+            digests.extend(copier.complete_digest(number % 2))
+
+        self._slices(plan, copier.begin_digest, complete)
+        return {chunk.number: digest for chunk, digest in zip(plan.chunks, digests, strict=True)}
+
+    def capture(self, look: dict[int, bytes]) -> list[bytes]:
+        """Capture every slice; the digests of all chunks, with those of the look."""
+        copier, plan = self._copier, self._plan
         digests: list[bytes] = []
 
         def complete(number: int) -> None:
             digests.extend(copier.complete_capture(number % 2))
 
-        self._slices(copier.begin_capture, complete)
+        self._slices(plan, copier.begin_capture, complete)
         if copier.copies_behind:
             self._hooks.source_free()
         copier.drain()
-        return digests
+        if not look:
+            return digests
+        look.update(zip((chunk.number for chunk in plan.chunks), digests, strict=True))
+        return [look[number] for number in sorted(look)]
 
     def digest(self) -> list[bytes]:
         """Digest every slice where it lies; the digests of all chunks."""
@@ -133,7 +156,7 @@ class _Run:
         def complete(number: int) -> None:
             digests.extend(copier.complete_digest(number % 2))
 
-        self._slices(copier.begin_digest, complete)
+        self._slices(self._plan, copier.begin_digest, complete)
         copier.drain()
         return digests
 
@@ -154,13 +177,18 @@ class _Run:
             self._scattered = max(self._scattered, number + 1)
             copier.complete_copy(number % 2)
 
-        self._slices(begin, complete)
+        self._slices(plan, begin, complete)
         copier.drain()
         return []
 
-    def restore(self) -> list[bytes]:
-        """Restore every slice."""
-        copier = self._copier
+    def restore(self, look: dict[int, bytes]) -> list[bytes]:
+        """Restore every slice, but for chunks that the look has found in their rows."""
+        copier, plan = self._copier, self._plan
+        if look:
+            wanted_bytes = plan.moved_bytes
+            missing = [chunk for chunk in plan.chunks if look.get(chunk.number) != chunk.digest]
+            plan = self._plan = plan.of(missing, plan.sizes)
+            self.skipped_bytes = wanted_bytes - plan.moved_bytes
 
         def complete(number: int) -> None:
             copier.verify_restore(number % 2)
@@ -168,13 +196,14 @@ class _Run:
             self._scattered = number + 1
             copier.scatter_restore(number % 2)
 
-        self._slices(copier.begin_restore, complete)
+        self._slices(plan, copier.begin_restore, complete)
         copier.drain()
         return []
 
-    def _slices(self, begin: Callable[[int, SliceWork], None], complete: Callable[[int], None]) -> None:
+    def _slices(
+        self, plan: PlannedJob, begin: Callable[[int, SliceWork], None], complete: Callable[[int], None]
+    ) -> None:
         """Take every slice through the copier's two slots, the next one begun before each is completed."""
-        plan = self._plan
         count = len(plan.slices)
         for number in range(count):
             self._between_slices()
@@ -183,29 +212,28 @@ class _Run:
             if number + 1 < count:
                 begin((number + 1) % 2, plan.slice_work(number + 1))
             complete(number)
-            self._count(number)
+            first, chunks = plan.slices[number]
+            size_bytes = bytes_of(plan.chunks[first : first + chunks])
+            if plan is self._plan.look:
+                self.looked_bytes += size_bytes
+            else:
+                self.moved_bytes += size_bytes
 
     def _between_slices(self) -> None:
         if self._hooks.stopped():
             raise _Stopped
 
-    def _count(self, number: int) -> None:
-        first, count = self._plan.slices[number]
-        self._moved_bytes += sum(chunk.span.length_bytes for chunk in self._plan.chunks[first : first + count])
-
     def failed(self, code: str, message: str, *, chunk: int = -1, sticky: bool = False) -> JobFailed:
         """The report of a failure, with every row that may have been written."""
         plan = self._plan
-        chunks = plan.chunks[: sum(count for _, count in plan.slices[: self._scattered])]
-        needed = rows_needed(chunks, len(plan.written))
         return JobFailed(
             plan.job,
             code,
             message,
             chunk=chunk,
-            rows_undefined=_packed(plan.written, needed),
+            rows_undefined=plan.rows_touched(self._scattered),
             sticky=sticky,
-            moved_bytes=self._moved_bytes,
+            moved_bytes=self.moved_bytes,
         )
 
     def failed_whole(self, code: str, message: str, *, sticky: bool = False) -> JobFailed:
@@ -217,9 +245,9 @@ class _Run:
             plan.job,
             code,
             message,
-            rows_undefined=_packed(plan.written, [rows.count for rows in plan.written]),
+            rows_undefined=_packed(plan.written),
             sticky=sticky,
-            moved_bytes=self._moved_bytes,
+            moved_bytes=self.moved_bytes,
         )
 
     def let_go(self, report: JobDone | JobFailed) -> JobDone | JobFailed:
@@ -239,7 +267,7 @@ class _Run:
         return report
 
 
-def _packed(rows: Sequence[RowMap], counts: Sequence[int]) -> tuple[bytes, ...]:
-    """The first rows of each group's list, or nothing where no group has any."""
-    packed = tuple(group.packed_prefix(count) for group, count in zip(rows, counts, strict=True))
+def _packed(rows: Sequence[RowMap]) -> tuple[bytes, ...]:
+    """All rows of each group's list, or nothing where no group has any."""
+    packed = tuple(group.packed_between(0, group.count) for group in rows)
     return packed if any(packed) else ()

@@ -78,14 +78,17 @@ class RowMap:
             self._index = (shifts + np.arange(self.count, dtype=np.int64)).astype(np.uint32)
         return self._index[start:end]
 
-    def packed_prefix(self, count: int) -> bytes:
-        """The first `count` positions as packed runs."""
-        count = min(count, self.count)
-        if count <= 0:
+    def packed_between(self, start: int, end: int) -> bytes:
+        """Positions `start` to `end` (exclusive) as packed runs."""
+        end = min(end, self.count)
+        if start >= end:
             return b""
         if self._runs is None or self._ends is None:
-            return _RUN.pack(self._only_first, count)
-        last = int(np.searchsorted(self._ends, count, side="left"))
-        runs = self._runs[: last + 1].astype("<u4")
-        runs[last, 1] -= int(self._ends[last]) - count
-        return runs.tobytes()
+            return _RUN.pack(self._only_first + start, end - start)
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._ends, end, side="left"))
+        runs = self._runs[first : last + 1].copy()
+        runs[-1, 1] -= int(self._ends[last]) - end
+        before = start - int(self._ends[first] - self._runs[first, 1])
+        runs[0] += (before, -before)
+        return runs.astype("<u4").tobytes()

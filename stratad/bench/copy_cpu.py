@@ -7,7 +7,7 @@ from typing import Final, Self
 import numpy as np
 
 from stratad.bench.copy_engine import CopyEngine, register
-from stratad.bench.copy_layout import CopyShape, copy_shape
+from stratad.bench.copy_layout import PLANES, CopyShape, copy_shape
 from stratad.client import Client, Engine
 from stratad.pools import CpuPool, StagePool
 
@@ -28,9 +28,11 @@ class CpuSource(CopyEngine):
         self._last_rows = np.array(shape.row_numbers(-1))
 
     @classmethod
-    def register(cls, client: Client, layout: str, stages: int, slot_bytes: int, slots: int) -> Self:
+    def register(  # noqa: PLR0917 - what `open_source` is told
+        cls, client: Client, layout: str, stages: int, slot_bytes: int, slots: int, planes: int = PLANES
+    ) -> Self:
         """Reserve the pools and register them. Raises what the client raises."""
-        shape = copy_shape(layout, slot_bytes, client.welcome.chunk_tokens, slots)
+        shape = copy_shape(layout, slot_bytes, client.welcome.chunk_tokens, slots, planes)
         pools: list[CpuPool] = []
         try:
             pools += [CpuPool.allocate(shape.pool_bytes) for _ in range(stages)]
@@ -55,6 +57,24 @@ class CpuSource(CopyEngine):
         """Zero the last slot of every pool."""
         for pool in self._pools:
             np.frombuffer(pool.buffer, np.uint8).reshape(self._shape.axes)[:, self._last_rows] = 0
+
+    def rewrite(self, first_token: int, number: int) -> None:
+        """See `CopySource`."""
+        generator, rows = np.random.default_rng(number), self._shape.rows_from(first_token)
+        for pool, expected in zip(self._pools, self._expected, strict=True):
+            for plane, held in zip(
+                expected.reshape(self._shape.axes),
+                np.frombuffer(pool.buffer, np.uint8).reshape(self._shape.axes),
+                strict=True,
+            ):
+                plane[rows] = generator.integers(0, 256, (len(rows), plane.shape[1]), np.uint8)
+                held[rows] = plane[rows]
+
+    def wipe_from(self, first_token: int) -> None:
+        """See `CopySource`."""
+        rows = self._shape.rows_from(first_token)
+        for pool in self._pools:
+            np.frombuffer(pool.buffer, np.uint8).reshape(self._shape.axes)[:, rows] = 0
 
     def is_exact(self) -> bool:
         """Compare every byte."""

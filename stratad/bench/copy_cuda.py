@@ -9,7 +9,7 @@ import torch
 
 from stratad.bench.copy_baselines import baselines
 from stratad.bench.copy_engine import CopyEngine, register
-from stratad.bench.copy_layout import CopyShape, copy_shape
+from stratad.bench.copy_layout import PLANES, CopyShape, copy_shape
 from stratad.client import Client, Engine
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError
@@ -51,9 +51,11 @@ class CudaSource(CopyEngine):
         self._page_locked = torch.empty(min(_LIMIT_BYTES, shape.pool_bytes), dtype=torch.uint8, pin_memory=True)
 
     @classmethod
-    def register(cls, client: Client, layout: str, stages: int, slot_bytes: int, slots: int) -> Self:
+    def register(  # noqa: PLR0917 - what `open_source` is told
+        cls, client: Client, layout: str, stages: int, slot_bytes: int, slots: int, planes: int = PLANES
+    ) -> Self:
         """Allocate the pools and register them. Raises what the client raises."""
-        shape = copy_shape(layout, slot_bytes, client.welcome.chunk_tokens, slots)
+        shape = copy_shape(layout, slot_bytes, client.welcome.chunk_tokens, slots, planes)
         pools = [torch.empty(shape.pool_bytes, dtype=torch.uint8, device=_DEVICE) for _ in range(stages)]
         torch.cuda.synchronize()
         stage_pools = [StagePool(_DEVICE, shape.layout, pool) for pool in pools]
@@ -75,6 +77,25 @@ class CudaSource(CopyEngine):
         for pool in self._pools:
             for plane in pool.view(self._shape.axes).unbind():
                 plane[self._last_rows] = 0
+        torch.cuda.synchronize()
+
+    def rewrite(self, first_token: int, number: int) -> None:
+        """See `CopySource`."""
+        torch.manual_seed(number)
+        rows = torch.tensor(self._shape.rows_from(first_token), device=_DEVICE)
+        for pool, expected in zip(self._pools, self._expected, strict=True):
+            planes, held = expected.view(self._shape.axes).unbind(), pool.view(self._shape.axes).unbind()
+            for plane, into in zip(planes, held, strict=True):
+                plane[rows] = torch.randint(0, 256, (len(rows), plane.shape[1]), dtype=torch.uint8, device=_DEVICE)
+                into[rows] = plane[rows]
+        torch.cuda.synchronize()
+
+    def wipe_from(self, first_token: int) -> None:
+        """See `CopySource`."""
+        rows = torch.tensor(self._shape.rows_from(first_token), device=_DEVICE)
+        for pool in self._pools:
+            for plane in pool.view(self._shape.axes).unbind():
+                plane[rows] = 0
         torch.cuda.synchronize()
 
     def is_exact(self) -> bool:

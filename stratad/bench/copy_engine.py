@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from ipc.messages import Captured, Copied, Restored
+from ipc.messages import TOKEN_BYTES, Captured, Copied, Restored
+from shm.rows import first_rows
 from stratad.bench.copy_layout import CopyShape
 from stratad.bench.cpu_engine import FINGERPRINT, NAMESPACE, token_ids
 from stratad.client import Client, Engine
@@ -32,6 +33,26 @@ class CopyEngine:
         """Restore into the last slot."""
         rows = self._shape.slot_rows[-1]
         return self._engine.restore(conversation, rows=rows, slot=self._last, deadline_s=_DEADLINE_S).result()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a slot."""
+        return self._shape.tokens
+
+    def capture_tokens(self, conversation: str, tokens: bytes) -> Captured:
+        """Capture the first slot's first rows as what these tokens have."""
+        per_row = self._shape.layout.groups[0].tokens_per_row
+        count = -(-len(tokens) // TOKEN_BYTES // per_row)
+        rows = first_rows(self._shape.slot_rows[0], count)
+        return self._engine.capture(conversation, tokens, rows=rows, slot=0, deadline_s=_DEADLINE_S).result()
+
+    def restore_first(self, conversation: str, resident_tokens: int = 0) -> Restored:
+        """Restore over the first slot, which may still hold so many tokens."""
+        rows = self._shape.slot_rows[0]
+        ticket = self._engine.restore(
+            conversation, rows=rows, slot=0, resident_tokens=resident_tokens, deadline_s=_DEADLINE_S
+        )
+        return ticket.result()
 
     def slot_direct(self) -> Copied:
         """Copy the first slot to the last on the device."""

@@ -11,6 +11,7 @@ from shm.rows import RowRuns, runs_of
 # A layer's K or V of a model with 8 K/V heads of 64 in bf16: small pieces are what makes this hard.
 TOKEN_BYTES: Final = 1024
 PLANES: Final = 64
+BLOCK_TOKENS: Final = 16
 
 
 class _Kind(NamedTuple):
@@ -25,7 +26,7 @@ class _Kind(NamedTuple):
 # All of them have the same bytes a token. The name of shuffled rows is their size.
 _KINDS: Final = {
     "slot": _Kind(PLANES, TOKEN_BYTES, 1, shuffled=False),
-    "paged": _Kind(PLANES, TOKEN_BYTES, 16, shuffled=True),
+    "paged": _Kind(PLANES, TOKEN_BYTES, BLOCK_TOKENS, shuffled=True),
     "rows-4k": _Kind(PLANES, TOKEN_BYTES, 4, shuffled=True),
     "rows-64k": _Kind(PLANES, TOKEN_BYTES, 64, shuffled=True),
     "rows-256k": _Kind(PLANES, TOKEN_BYTES, 256, shuffled=True),
@@ -34,6 +35,8 @@ _KINDS: Final = {
     "heads-256": _Kind(4 * PLANES, TOKEN_BYTES // 4, 1, shuffled=True),
 }
 LAYOUTS: Final = tuple(_KINDS)
+# All of them take a while on a CPU, and say there what these two say.
+PLAIN_LAYOUTS: Final = ("slot", "paged")
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,14 @@ class CopyShape:
         """A slot's rows one by one, in token order."""
         return [row for first, count in self.slot_rows[slot] for row in range(first, first + count)]
 
+    def rows_from(self, token: int) -> list[int]:
+        """The first slot's rows from that of a token on, one by one."""
+        return self.row_numbers(0)[token // self.layout.groups[0].tokens_per_row :]
 
-def copy_shape(layout: str, slot_bytes: int, chunk_tokens: int, slots: int = 1) -> CopyShape:
+
+def copy_shape(
+    layout: str, slot_bytes: int, chunk_tokens: int, slots: int = 1, planes_per_stage: int = PLANES
+) -> CopyShape:
     """A stage of `slots` slots of about `slot_bytes` bytes each, a whole number of chunks.
 
     Raises:
@@ -85,13 +94,12 @@ def copy_shape(layout: str, slot_bytes: int, chunk_tokens: int, slots: int = 1) 
     if kind is None:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     step = math.lcm(chunk_tokens, kind.row_tokens)
-    tokens = max(1, slot_bytes // (kind.planes * kind.token_bytes) // step) * step
+    count = kind.planes * planes_per_stage // PLANES
+    tokens = max(1, slot_bytes // (count * kind.token_bytes) // step) * step
     slot_rows, row_bytes = tokens // kind.row_tokens, kind.row_tokens * kind.token_bytes
     rows = slots * slot_rows
     paged = (kind.row_tokens, kind.token_bytes) if kind.row_tokens > 1 else ()
-    planes = tuple(
-        Plane(number * rows * row_bytes, row_bytes, row_bytes, rows, *paged) for number in range(kind.planes)
-    )
+    planes = tuple(Plane(number * rows * row_bytes, row_bytes, row_bytes, rows, *paged) for number in range(count))
     if kind.shuffled:
         order = list(range(rows))
         random.Random(rows).shuffle(order)  # noqa: S311 - any order that is the same every time

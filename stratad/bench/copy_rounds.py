@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from ipc.messages import Captured, Copied, Restored
-from stratad.bench.copy_layout import LAYOUTS
+from stratad.bench.copy_layout import LAYOUTS, PLAIN_LAYOUTS, PLANES
 from stratad.bench.daemon import PrivateDaemon
 from stratad.bench.progress import Progress
 from stratad.bench.report import Report, Row, column, worst_low
@@ -20,8 +20,6 @@ from stratad.client import Client
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError
 
-# All layouts take a while on a CPU, and say there what these two say.
-_CPU_LAYOUTS: Final = ("slot", "paged")
 PATHS: Final = ("auto", "gather", "engine")
 _MIB: Final = 1 << 20
 _CUDA_DEFAULT_MIB: Final = 4096
@@ -57,6 +55,27 @@ class CopySource(Protocol):
 
     def restore(self, conversation: str) -> Restored:
         """Restore over the last slot, and wait for verified rows."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a slot."""
+        ...
+
+    def capture_tokens(self, conversation: str, tokens: bytes) -> Captured:
+        """Capture the first slot's first rows as what these (packed) tokens have, and wait for the image."""
+        ...
+
+    def restore_first(self, conversation: str, resident_tokens: int = 0) -> Restored:
+        """Restore over the first slot, which may still hold so many tokens, and wait for verified rows."""
+        ...
+
+    def rewrite(self, first_token: int, number: int) -> None:
+        """Other bytes in the first slot from a token on (which begins a row), to be remembered in place of those."""
+        ...
+
+    def wipe_from(self, first_token: int) -> None:
+        """Zero the first slot from a token on (which begins a row), and wait until that is done."""
         ...
 
     def slot_direct(self) -> Copied:
@@ -120,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layouts",
         nargs="+",
         choices=LAYOUTS,
-        help=f"rows-* and heads-*: shuffled rows of that size (default: all on cuda, {', '.join(_CPU_LAYOUTS)} on cpu)",
+        help=f"rows-*, heads-*: shuffled rows of that size (default: all on cuda, {', '.join(PLAIN_LAYOUTS)} on cpu)",
     )
     parser.add_argument(
         "--paths",
@@ -148,7 +167,7 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
     image_bytes = args.image_mib * _MIB
     if not on_cuda and (args.saturate or args.paths != ["auto"]):
         raise CommandError(ExitCode.USAGE, "bad_value", "--paths and --saturate are for --device cuda")
-    layouts = args.layouts or (LAYOUTS if on_cuda else _CPU_LAYOUTS)
+    layouts = args.layouts or (LAYOUTS if on_cuda else PLAIN_LAYOUTS)
     settings = {
         "daemon.devices": first_gpu() if on_cuda else "cpu:1",
         "ram.budget_bytes": str(int(_BUDGET_IMAGES * image_bytes) + 64 * _MIB),
@@ -225,19 +244,19 @@ def first_gpu() -> str:
 
 
 @contextmanager
-def open_source(
-    client: Client, layout: str, stages: int, slot_bytes: int, slots: int, *, on_cuda: bool
+def open_source(  # noqa: PLR0917 - one call makes an engine
+    client: Client, layout: str, stages: int, slot_bytes: int, slots: int, planes: int = PLANES, *, on_cuda: bool
 ) -> Iterator[CopySource]:
     """An engine of the asked kind; torch is loaded only here, and only for a GPU."""
     source: CopySource
     if on_cuda:
         from stratad.bench.copy_cuda import CudaSource  # noqa: PLC0415 - see above
 
-        source = CudaSource.register(client, layout, stages, slot_bytes, slots)
+        source = CudaSource.register(client, layout, stages, slot_bytes, slots, planes)
     else:
         from stratad.bench.copy_cpu import CpuSource  # noqa: PLC0415 - loads numpy
 
-        source = CpuSource.register(client, layout, stages, slot_bytes, slots)
+        source = CpuSource.register(client, layout, stages, slot_bytes, slots, planes)
     try:
         yield source
     finally:

@@ -254,7 +254,7 @@ def _environment() -> dict[str, str]:
     """Our environment, with the folder that holds our packages first on the import path and no other settings."""
     home = package_dir("stratad")
     inherited = os.environ.get("PYTHONPATH", "")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("STRATAD_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("STRATA")}
     if home is not None:
         environment["PYTHONPATH"] = os.pathsep.join(part for part in (str(home.parent), inherited) if part)
     return environment

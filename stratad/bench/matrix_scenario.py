@@ -211,6 +211,7 @@ class Scenario:
         client = self._rig.client
         client.stats()
         client.memory()
+        client.set_trace(on=True)
         client.pin(NAMESPACE, "prior-1")
         client.pin(NAMESPACE, "prior-1", pinned=False)
         client.show(NAMESPACE, client.list_images(NAMESPACE)[0].conversation)

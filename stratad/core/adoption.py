@@ -70,15 +70,16 @@ class _Claims:
             start, count = extent.offset_bytes // GRANULE_BYTES, extent.length_bytes // GRANULE_BYTES
             self.taken[key.worker, extent.shuttle][start : start + count] = b"\1" * count
             self.extents.setdefault((key.worker, extent.shuttle), []).append(extent)
-        chunk = self.places[key.worker, place] = Chunk(key, place, damaged=damaged)
-        if not damaged:
+        alone = not damaged and key in self.chunks  # an earlier daemon shared nothing
+        chunk = self.places[key.worker, place] = Chunk(key, place, damaged=damaged, alone=alone)
+        if not (damaged or alone):
             self.chunks[key] = chunk
         return chunk
 
-    def known(self, key: ChunkKey, place: ChunkPlace, *, damaged: bool) -> Chunk | None:
-        """The chunk that a record means, where another image holds it too."""
-        if not damaged and key in self.chunks:
-            return self.chunks[key]
+    def known(self, key: ChunkKey, place: ChunkPlace) -> Chunk | None:
+        """The chunk that a record means, where another image holds it too. One elsewhere with the same key is another:
+        the record will say so again to the next daemon.
+        """
         there = self.places.get((key.worker, place))
         return there if there is not None and there.key == key else None
 
@@ -136,14 +137,14 @@ def _claim(claims: _Claims, record: ImageRecord, adopted: list[Image]) -> str:
     except RecordError as exc:
         return f"a bad record ({exc})"
     for entries in listed:
-        for key, place, bad in entries:
-            if claims.known(key, place, damaged=bad) is None and (why := claims.why_not(key.worker, place)):
+        for key, place, _ in entries:
+            if claims.known(key, place) is None and (why := claims.why_not(key.worker, place)):
                 return why
     stages: list[tuple[Chunk, ...]] = []
     for entries in listed:
         chunks: list[Chunk] = []
         for key, place, bad in entries:
-            chunk = claims.known(key, place, damaged=bad)
+            chunk = claims.known(key, place)
             chunks.append(chunk if chunk is not None else claims.claim(key, place, damaged=bad))
         stages.append(tuple(chunks))
     adopted.append(image_of(record, tuple(stages)))

@@ -5,21 +5,39 @@ Life of a chunk's extents::
     free --stage--> staged --bind--> referenced by images and read by operations --last one ends--> free
                        `-----discard--------------------------------------------------------------> free
 
+What a capture expects to be stored already (its *hints*) it holds, and reserves nothing for it. Once the digests have
+proven it, the image references it; where they have not, `fill` reserves extents after all.
+
 An image is bound first, then its record is written to the journal, then it is published: nobody sees it before. What
 makes room is ended in the same order: `victims` names the images, their end is written down, then they are dropped, and
 only then does `stage` find room.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from ipc.messages import TOKEN_BYTES
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent
+from shm.layout import ChunkSpan
 from stratad.core.arena import Arena
 from stratad.core.failures import Refusal
-from stratad.core.images import Chunk, ChunkKey, Draft, Image, ImagePart, Scope, Staged, StageDigests, StoredPiece
-from stratad.core.prefixes import PrefixIndex
+from stratad.core.images import (
+    Chunk,
+    ChunkKey,
+    Draft,
+    Hints,
+    Image,
+    ImagePart,
+    Scope,
+    Staged,
+    StageDigests,
+    StoredPiece,
+)
+from stratad.core.prefixes import PrefixIndex, common_tokens
+
+_NO_PLACE: Final = ChunkPlace(0, ())
 
 
 @dataclass(slots=True)
@@ -35,6 +53,7 @@ class Catalog:
     budget_bytes: int
     budget_images: int
     next_image_id: int = 1
+    sharing: bool = True  # equal chunks of a scope are stored once
     arenas: dict[str, Arena] = field(default_factory=dict)
     images: dict[int, Image] = field(default_factory=dict)
     transits: dict[int, Image] = field(default_factory=dict)
@@ -85,9 +104,11 @@ class Catalog:
         """Granules that each worker's arena lacks of `need` as it is now, without evicting; empty: none."""
         return {w: n - self.arenas[w].free_granules for w, n in need.items() if n > self.arenas[w].free_granules}
 
-    def victims(self, draft: Draft, need: Mapping[str, int]) -> list[Image]:
-        """The images that must go before `stage` finds room: the least recently used that nobody needs. `need` is what
-        `needed_granules` says of the draft.
+    def victims(
+        self, draft: Draft, need: Mapping[str, int], hints: Hints | None = None, *, staged: bool = False
+    ) -> list[Image]:
+        """The images that must go before `stage` (of a draft that is `staged` already: `fill`) finds room: the least
+        recently used that nobody needs, nor its hints. `need` is what `needed_granules` says of the draft.
 
         Raises:
             Refusal: ``no_space`` (what is left is pinned or in use) or ``too_large`` (it could never fit).
@@ -102,8 +123,9 @@ class Catalog:
                 )
         if total_bytes > self.budget_bytes:
             raise Refusal("too_large", f"the image needs {total_bytes} bytes, the budget is {self.budget_bytes}")
-        keep = self.previous(draft)
-        return self._victims(need, total_bytes, keep, new_images=0 if keep or draft.partial else 1)
+        previous = self.previous(draft)
+        keep = (previous, None if hints is None else hints.image)
+        return self._victims(need, total_bytes, keep, new_images=0 if previous or draft.partial or staged else 1)
 
     def put_victims(self, draft: Draft) -> list[Image]:
         """The images that must go before `begin_put` finds room.
@@ -114,21 +136,52 @@ class Catalog:
         token_bytes = len(draft.tokens)
         if token_bytes > self.budget_bytes:
             raise Refusal("too_large", f"the tokens have {token_bytes} bytes, the budget is {self.budget_bytes}")
-        keep = self.previous(draft)
-        return self._victims({}, token_bytes, keep, new_images=0 if keep else 1)
+        previous = self.previous(draft)
+        return self._victims({}, token_bytes, (previous,), new_images=0 if previous else 1)
 
-    def stage(self, draft: Draft) -> Staged:
-        """Reserve extents for every chunk. The caller has made room: there are no `victims` any more."""
+    def stage(self, draft: Draft, hints: Hints | None = None) -> Staged:
+        """Reserve extents for every chunk, but for those that are hinted, which are held. The caller has made room:
+        there are no `victims` any more.
+        """
         places: list[tuple[ChunkPlace, ...]] = []
-        for worker, stage_spans in zip(draft.scope.workers, draft.spans, strict=True):
-            lengths = [span.length_bytes for span in stage_spans]
-            extents = self.arenas[worker].allocate_all(lengths)
-            assert extents is not None, "room was made before"
-            places.append(tuple(map(ChunkPlace, lengths, extents)))
-        staged = Staged(draft, tuple(places))
+        hinted = hints.chunks if hints is not None else tuple({} for _ in draft.spans)
+        for worker, stage_spans, chunks in zip(draft.scope.workers, draft.spans, hinted, strict=True):
+            numbers = [number for number in range(len(stage_spans)) if number not in chunks]
+            made = [_NO_PLACE] * len(stage_spans)
+            for number, place in self._reserve(worker, stage_spans, numbers):
+                made[number] = place
+            places.append(tuple(made))
+            for chunk in chunks.values():
+                chunk.reads += 1
+        staged = Staged(draft, tuple(places), tuple(map(dict, hinted)))
         self.over_budget = False
         self._book(draft)[id(staged)] = staged
         return staged
+
+    def fill(self, staged: Staged, stage: int, numbers: Sequence[int]) -> None:
+        """Reserve extents for hinted chunks of a stage that turned out to be others. The caller has made room."""
+        draft = staged.draft
+        places = list(staged.places[stage])
+        for number, place in self._reserve(draft.scope.workers[stage], draft.spans[stage], numbers):
+            places[number] = place
+            self._end_hold(staged.hinted[stage].pop(number))
+        staged.places = (*staged.places[:stage], tuple(places), *staged.places[stage + 1 :])
+        self.over_budget = False
+
+    def _reserve(
+        self, worker: str, spans: Sequence[ChunkSpan], numbers: Sequence[int]
+    ) -> Iterable[tuple[int, ChunkPlace]]:
+        if not numbers:
+            return ()
+        lengths = [spans[number].length_bytes for number in numbers]
+        extents = self.arenas[worker].allocate_all(lengths)
+        assert extents is not None, "room was made before"
+        return zip(numbers, map(ChunkPlace, lengths, extents), strict=True)
+
+    def _end_hold(self, chunk: Chunk) -> None:
+        assert chunk.reads > 0
+        chunk.reads -= 1
+        self._free_if_unheld(chunk)
 
     def _book(self, draft: Draft) -> dict[int, Staged]:
         return self._partial if draft.partial else self._staged
@@ -148,10 +201,10 @@ class Catalog:
         self.put_token_bytes -= len(draft.tokens)
 
     def _victims(
-        self, need: Mapping[str, int], total_bytes: int, keep: Image | None, *, new_images: int
+        self, need: Mapping[str, int], total_bytes: int, keep: tuple[Image | None, ...], *, new_images: int
     ) -> list[Image]:
-        """Least recently used images whose end makes room for `need` (granules by worker). The image that the capture
-        will supersede is kept until the new one is published.
+        """Least recently used images whose end makes room for `need` (granules by worker). The images in `keep` stay:
+        what the capture will supersede is kept until the new one is published.
 
         Raises:
             Refusal: ``no_space``: even all of them would not do.
@@ -175,7 +228,7 @@ class Catalog:
                     f"{len(self.transits)} images are on their way between slots",
                 )
             image = self.images[image_id]
-            if image is keep or not image.evictable:
+            if not image.evictable or any(image is kept for kept in keep):
                 continue
             if over_bytes <= 0 and over_images <= 0 and short.keys().isdisjoint(image.scope.workers):
                 continue  # its end would be for nothing
@@ -248,7 +301,13 @@ class Catalog:
         stages: list[tuple[Chunk, ...]] = []
         for stage, (worker, answer) in enumerate(zip(scope.workers, answers, strict=True)):
             chunks: list[Chunk] = []
-            for span, place, digest in zip(draft.spans[stage], staged.places[stage], answer.digests, strict=True):
+            hinted = staged.hinted[stage]
+            entries = zip(draft.spans[stage], staged.places[stage], answer.digests, strict=True)
+            for number, (span, place, digest) in enumerate(entries):
+                hint = hinted.get(number)
+                if hint is not None:
+                    chunks.append(self._reference_hint(hint))
+                    continue
                 key = ChunkKey(
                     scope.namespace,
                     scope.fingerprint,
@@ -261,16 +320,30 @@ class Catalog:
                     answer.key_id,
                     digest,
                 )
-                chunk = self.chunks.get(key)
+                chunk = self.chunks.get(key) if self.sharing else None
                 if chunk is None:
-                    chunk = self.chunks[key] = Chunk(key, place)
+                    chunk = Chunk(key, place, alone=not self.sharing)
+                    if self.sharing:
+                        self.chunks[key] = chunk
                     new_bytes += span.length_bytes
                 else:
                     self.arenas[worker].free(place.extents)
                 chunk.references += 1
                 chunks.append(chunk)
             stages.append(tuple(chunks))
+            for hint in hinted.values():
+                self._end_hold(hint)
         return tuple(stages), new_bytes
+
+    def _reference_hint(self, hint: Chunk) -> Chunk:
+        """The chunk with the key of a hint that the digests have proven: that one, or one that has come since the last
+        image with it was dropped.
+        """
+        assert not hint.damaged, "a hint that was not proven"
+        chunk = hint if hint.alone else self.chunks.setdefault(hint.key, hint)
+        chunk.references += 1
+        self._loose.discard(chunk)
+        return chunk
 
     def _bind(
         self,
@@ -320,7 +393,7 @@ class Catalog:
         """
         for chunk in image.chunks():
             chunk.references += 1
-            if not chunk.damaged:
+            if not (chunk.damaged or chunk.alone):
                 self.chunks[chunk.key] = chunk
         image.damaged = any(chunk.damaged for chunk in image.chunks())
         self.put_token_bytes += image.put_token_bytes
@@ -329,7 +402,7 @@ class Catalog:
     def excess(self) -> list[Image]:
         """What has to go of adopted images, where the budget is smaller than it was; the oldest that nobody pinned."""
         try:
-            victims = self._victims({}, 0, None, new_images=0)
+            victims = self._victims({}, 0, (), new_images=0)
         except Refusal:
             victims = [image for image in self.images.values() if image.evictable]
             self.over_budget = True
@@ -355,18 +428,27 @@ class Catalog:
         for worker, places in zip(staged.draft.scope.workers, staged.places, strict=True):
             for place in places:
                 self.arenas[worker].free(place.extents)
+        for chunks in staged.hinted:
+            for chunk in chunks.values():
+                self._end_hold(chunk)
 
     def shorten(self, staged: Staged, draft: Draft, kept: Sequence[Sequence[int]]) -> None:
         """A staged image becomes that of `draft`: of stage s it keeps the chunks number `kept[s]`, in the order of the
-        draft's spans; the extents of all others are free. The caller vouches that no worker may still write them.
+        draft's spans; the extents and hints of all others are let go. The caller vouches that no worker may still write
+        them.
         """
         assert staged.open, "published or discarded before"
         places: list[tuple[ChunkPlace, ...]] = []
-        for worker, former, numbers in zip(draft.scope.workers, staged.places, kept, strict=True):
+        hinted: list[dict[int, Chunk]] = []
+        for stage, (worker, former, numbers) in enumerate(zip(draft.scope.workers, staged.places, kept, strict=True)):
+            held = staged.hinted[stage]
             for number in set(range(len(former))).difference(numbers):
                 self.arenas[worker].free(former[number].extents)
+                if number in held:
+                    self._end_hold(held.pop(number))
             places.append(tuple(former[number] for number in numbers))
-        staged.draft, staged.places = draft, tuple(places)
+            hinted.append({at: held[number] for at, number in enumerate(numbers) if number in held})
+        staged.draft, staged.places, staged.hinted = draft, tuple(places), tuple(hinted)
 
     def _close(self, staged: Staged) -> None:
         staged.open = False
@@ -392,6 +474,23 @@ class Catalog:
         if found is None or (point is not None and point[1] > found[1]):
             found = point
         return None if found is None else (self.images[found[0]], found[1])
+
+    def nearest(self, draft: Draft) -> tuple[Image, int] | None:
+        """The image that shares most leading tokens with a draft, and how many those are."""
+        scope, tokens = draft.scope, draft.tokens
+        found: list[Image] = []
+        previous = self.previous(draft)
+        if previous is not None and previous.findable and previous.scope == scope and previous.parts is None:
+            if tokens.startswith(previous.tokens):  # the usual case: it cannot be beaten by what stands in the index
+                return previous, previous.token_count
+            found.append(previous)
+        for index in (self._prefixes, self._points):
+            neighbour = index.longest_common(scope, tokens)
+            if neighbour is not None:
+                found.append(self.images[neighbour[0]])
+        shared = [(common_tokens(image.tokens, tokens), image) for image in found if image.parts is None]
+        common, image = max(shared, key=lambda entry: entry[0], default=(0, None))
+        return None if image is None or not common else (image, common)
 
     def touch(self, image: Image, now_unix_s: float) -> None:
         """Note a use."""
@@ -472,6 +571,12 @@ class Catalog:
             image.damaged = True
         return flagged
 
+    def all_chunks(self) -> Iterator[Chunk]:
+        """Every chunk that an image references (as often as they do) or that is only read any more."""
+        for image in (*self.images.values(), *self.transits.values(), *self._bound.values()):
+            yield from image.chunks()
+        yield from self._loose
+
     def lies_in(self, image: Image, worker: str, shuttle: int) -> bool:
         """Whether any byte of an image is in that shuttle."""
         return any(
@@ -512,7 +617,7 @@ class Catalog:
                 references[chunk] = references.get(chunk, 0) + 1
         for chunk, count in references.items():
             assert chunk.references == count, f"{chunk.key}: {chunk.references} references, counted {count}"
-            assert chunk.damaged or self.chunks.get(chunk.key) is chunk
+            assert chunk.damaged or chunk.alone or self.chunks.get(chunk.key) is chunk
         for chunk in self.chunks.values():
             assert chunk in references, f"indexed chunk without image: {chunk.key}"
         for chunk in self._loose:
@@ -524,6 +629,9 @@ class Catalog:
         for staged in self.staged:
             for worker, places in zip(staged.draft.scope.workers, staged.places, strict=True):
                 live[worker].extend(extent for place in places for extent in place.extents)
+            for chunks in staged.hinted:
+                for chunk in chunks.values():
+                    assert chunk in references or chunk in self._loose, "a hint that is nobody's"
         for worker, arena in self.arenas.items():
             arena.validate(live[worker])
         for image in self.images.values():

@@ -43,6 +43,7 @@ from stratad.core import (
     registration,
     rescue,
     service,
+    trace,
 )
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
@@ -65,10 +66,17 @@ class Core:
         self, settings: Settings, devices: Mapping[str, str], at: Instant, legacy: adoption.Legacy | None = None
     ) -> None:
         self.state = State(
-            settings, Catalog(settings.budget_bytes, settings.budget_images, _first_id(settings, legacy))
+            settings,
+            Catalog(
+                settings.budget_bytes,
+                settings.budget_images,
+                _first_id(settings, legacy),
+                sharing=settings.reuse != "off",
+            ),
         )
         self.state.started_s = self.state.now_s = at.now_s
         self.state.now_unix_s = at.now_unix_s
+        self.state.trace.switch(at.now_s, on=settings.trace)
         for name, device in devices.items():
             arena = Arena()
             self.state.catalog.arenas[name] = arena
@@ -299,7 +307,7 @@ class Core:
                 return self._end()
         if state.closing:
             registration.remove_idle(state)
-        if state.waiting:
+        if state.waiting or state.short:
             queue.pump(state)
         return self._end()
 
@@ -321,6 +329,7 @@ class Core:
             start_s=round(report.start_s, 3),
         )
         memory.worker_ready(state, worker)
+        trace.worker_ready(state, worker)
         arenas.tend(state, worker, self._needed_shuttles(worker))
         registration.worker_ready(state, worker)
 
@@ -393,6 +402,7 @@ class Core:
             registration.stop(state)
             for op in list(state.waiting.values()):
                 jobs.fail(state, op, "stopping", "the daemon is stopping")
+            queue.pump(state)
             for worker in state.workers.values():
                 if worker.state in (WorkerState.READY, WorkerState.STARTING):
                     state.out.append(SendTo(worker.name, StopWorker()))
@@ -431,7 +441,7 @@ class Core:
         state = self.state
         # Whatever ended an operation: its engine may have been closed, and others may have waited for its end.
         registration.remove_idle(state)
-        while state.let_go and state.waiting:
+        while state.let_go and (state.waiting or state.short):
             queue.pump(state)
             registration.remove_idle(state)
         state.let_go = False

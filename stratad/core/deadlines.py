@@ -20,7 +20,7 @@ def exact_due_s(state: State) -> float:
             due.extend(jobs.due_s(worker, op, op.stages[stage]) for op, stage in worker.jobs.values())
             if worker.grow_failed and worker.making is None and worker.can_serve:
                 due.append(worker.grow_again_s)
-    due.extend(op.deadline_s for op in state.waiting.values())
+    due.extend(op.deadline_s for op in (*state.waiting.values(), *state.short.values()))
     due.extend(c.hello_by_s for c in state.clients.values() if not c.greeted and c.hello_by_s > state.now_s)
     due.extend(e.register_deadline_s for e in state.engines.values() if not e.registered and not e.closing)
     due.extend(state.engines[engine_id].stop_copies_s for engine_id in state.closing)

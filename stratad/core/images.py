@@ -27,13 +27,16 @@ class ChunkKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Published bytes. The extents go back to the arena when neither an image references nor an operation reads it."""
+    """Published bytes. The extents go back to the arena when neither an image references nor an operation reads it. One
+    that stands `alone` is shared with no later image.
+    """
 
     key: ChunkKey
     place: ChunkPlace
     references: int = 0
     reads: int = 0
     damaged: bool = False
+    alone: bool = False
 
     @property
     def granule_bytes(self) -> int:
@@ -144,13 +147,35 @@ class Draft(NamedTuple):
     partial: bool = False
 
 
+class Hints(NamedTuple):
+    """What an image has that a draft may have, too: chunks of it by their number in the draft, ascending, of every
+    stage. Tokens suggest that; only digests prove it.
+    """
+
+    image: Image
+    chunks: tuple[dict[int, Chunk], ...]
+
+
 @dataclass(slots=True, eq=False)
 class Staged:
-    """A draft with extents for every chunk, `places[s]` on stage s. Nobody sees it before it is published."""
+    """A draft with extents for every chunk, `places[s]` on stage s, but for those in `hinted[s]` (see `Hints`), which
+    are held. Nobody sees it before it is published.
+    """
 
     draft: Draft
     places: tuple[tuple[ChunkPlace, ...], ...]
+    hinted: tuple[dict[int, Chunk], ...]
     open: bool = True
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a hinted chunk has lost its digest meanwhile."""
+        return any(chunk.damaged for chunks in self.hinted for chunk in chunks.values())
+
+    def all_places(self, stage: int) -> Iterator[ChunkPlace]:
+        """Where the chunks of a stage lie, or will."""
+        yield from self.places[stage]
+        yield from (chunk.place for chunk in self.hinted[stage].values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +194,11 @@ class StoredPiece(NamedTuple):
     answer: StageDigests
 
 
-def needed_granules(draft: Draft) -> dict[str, int]:
-    """Granules that the chunks take, by worker."""
+def needed_granules(draft: Draft, hints: Hints | None = None) -> dict[str, int]:
+    """Granules that the chunks take, but for those that are hinted, by worker."""
     need: dict[str, int] = {}
-    for worker, stage_spans in zip(draft.scope.workers, draft.spans, strict=True):
-        granules = sum(granules_for(span.length_bytes) for span in stage_spans)
+    for stage, (worker, stage_spans) in enumerate(zip(draft.scope.workers, draft.spans, strict=True)):
+        hinted = hints.chunks[stage] if hints is not None else ()
+        granules = sum(granules_for(s.length_bytes) for number, s in enumerate(stage_spans) if number not in hinted)
         need[worker] = need.get(worker, 0) + granules
     return need

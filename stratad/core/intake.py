@@ -375,7 +375,19 @@ def _restore(state: State, engine: Engine, request: Restore | SlotFrom, image: I
         image=image,
         positions=image.positions,
         image_tokens=image.token_count,
+        resident_tokens=_resident(state, request, tokens),
     )
+
+
+def _resident(state: State, request: Restore | SlotFrom, tokens: int) -> int:
+    """How many of the tokens may be in their rows, where digests are to find that out.
+
+    Raises:
+        Refusal: ``bad_tokens``.
+    """
+    if not 0 <= request.resident_tokens < ROW_LIMIT:
+        raise Refusal("bad_tokens", f"resident_tokens must be 0 to {ROW_LIMIT - 1}, got {request.resident_tokens}")
+    return min(request.resident_tokens, tokens) if state.settings.reuse == "verified" else 0
 
 
 def _check_prefix(engine: Engine, image: Image, tokens: int) -> None:

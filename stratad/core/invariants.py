@@ -2,6 +2,7 @@
 
 from stratad.core import memory
 from stratad.core.deadlines import exact_due_s
+from stratad.core.images import Chunk
 from stratad.core.ops import RUNNING, OpKind, OpState, StageState
 from stratad.core.state import State, WorkerState
 
@@ -18,6 +19,8 @@ def check(state: State) -> None:
     assert state.due_s <= exact_due_s(state), "something falls due that no tick was asked for"
     assert list(state.waiting) == [op.op_id for op in state.ops.values() if op.state is OpState.WAITING]
     assert state.closing == {engine.engine_id for engine in state.engines.values() if engine.closing}
+    short = {op.op_id for op in state.ops.values() if any(run.state is StageState.MISSED for run in op.stages)}
+    assert state.short.keys() == short, f"missed chunks out of step: {state.short.keys() ^ short}"
     assert state.runs_in_flight == sum(op.run_count for op in state.ops.values())
     in_jobs = {(op.op_id, stage) for worker in state.workers.values() for op, stage in worker.jobs.values()}
     in_ops = {(op.op_id, run.stage) for op in state.ops.values() for run in op.stages if run.state in RUNNING}
@@ -31,6 +34,7 @@ def check(state: State) -> None:
     for info in state.faults.values():
         assert state.workers[info.worker].state in HOLDING_JOBS, f"fault {info.fault}"
     memory.validate(state)
+    state.trace.validate(frozenset(run.job for op in state.ops.values() for run in op.stages))
     _check_fences(state)
     for engine in state.engines.values():
         assert engine.ops == sum(1 for op in state.ops.values() if op.engine_id == engine.engine_id)
@@ -64,6 +68,7 @@ def _check_holds(state: State) -> None:
     assert not state.appends, "an append was not answered at once"
     copied = {id(op.piece) for op in state.ops.values() if op.piece is not None and not op.piece.put.ended}
     assert copied == {id(piece) for put in puts for piece in put.pieces() if piece.stored is None}
+    _check_reads(state)
     readers: dict[int, int] = {}
     for image in [op.image for op in state.ops.values() if op.image is not None] + [
         get.image for engine in state.engines.values() for get in engine.gets.values()
@@ -76,8 +81,25 @@ def _check_holds(state: State) -> None:
         assert image.taken == takes.count(image.image_id), f"image {image.image_id}: takes out of step"
 
 
+def _check_reads(state: State) -> None:
+    """Chunks are held by what reads them, and by captures that expect them to be theirs."""
+    reads: dict[Chunk, int] = {}
+    for chunks in [op.chunks for op in state.ops.values()] + [
+        get.chunks for engine in state.engines.values() for get in engine.gets.values()
+    ]:
+        for chunk in chunks:
+            reads[chunk] = reads.get(chunk, 0) + 1
+    for staged in state.catalog.staged:
+        for hinted in staged.hinted:
+            for chunk in hinted.values():
+                reads[chunk] = reads.get(chunk, 0) + 1
+    for chunk in {*reads, *state.catalog.all_chunks()}:
+        assert chunk.reads == reads.get(chunk, 0), f"{chunk.key}: {chunk.reads} reads, counted {reads.get(chunk, 0)}"
+
+
 def _check_fences(state: State) -> None:
     assert len(state.fences) == sum(len(op.fenced) for op in state.ops.values())
     for op in state.ops.values():
-        running = {run.stage for run in op.stages if run.state in (StageState.SENT, StageState.PENDING)}
+        unread = (StageState.SENT, StageState.MISSED, StageState.PENDING)
+        running = {run.stage for run in op.stages if run.state in unread}
         assert running <= op.fenced, f"operation {op.op_id}: rows of stages {running - op.fenced} are not fenced"

@@ -27,12 +27,12 @@ from ipc.messages import (
 )
 from shm.extent import pack_places
 from shm.rows import pack_numbers
-from stratad.core import arenas, blame, journaling, marking
+from stratad.core import arenas, blame, hints, journaling, marking, trace
 from stratad.core.clean_marks import CleanMark, Marking
 from stratad.core.effects import SendTo
 from stratad.core.failures import Refusal
-from stratad.core.images import Image, StageDigests, StoredPiece
-from stratad.core.ops import RUNNING, Operation, OpKind, StageRun, StageState
+from stratad.core.images import Image, Staged, StageDigests, StoredPiece
+from stratad.core.ops import ACTIVE, RUNNING, Operation, OpKind, StageRun, StageState
 from stratad.core.puts import Piece
 from stratad.core.state import State, Worker, WorkerState
 
@@ -52,9 +52,17 @@ def start(state: State, op: Operation) -> None:
         _send(state, op, run)
 
 
+def send_missed(state: State, op: Operation, run: StageRun) -> None:
+    """Send a stage again, with the chunks that it has missed. Their extents are reserved."""
+    op.waits_for = ""
+    _send(state, op, run)
+    _settle_short(state, op)
+
+
 def _send(state: State, op: Operation, run: StageRun) -> None:
+    """Send a stage to its worker. One that was there before is failed by the caller where that cannot be any more."""
     worker = state.workers[run.worker]
-    why_not = _why_not(run, worker)
+    why_not = why_not_sent(run, worker)
     if why_not:
         run.advance("skip")
         run.outcome = StageOutcome(run.stage, "failed", "worker_died", f"worker {worker.name} {why_not}")
@@ -62,6 +70,8 @@ def _send(state: State, op: Operation, run: StageRun) -> None:
     run.job = state.number("job")
     run.job_bytes = op.bytes_to_move(run)
     run.advance("send")
+    if run.former is None:
+        run.sent_s = state.now_s
     worker.jobs[run.job] = (op, run.stage)
     worker.job_bytes += run.job_bytes
     stage = state.engines[op.engine_id].stages[run.stage]
@@ -90,7 +100,7 @@ def event_awaited(state: State, worker: Worker, report: EventAwaited) -> None:
         _give_time(state, worker, op.stages[stage], wait_s)
 
 
-def _why_not(run: StageRun, worker: Worker) -> str:
+def why_not_sent(run: StageRun, worker: Worker) -> str:
     """What stands against sending a stage now. Where stages are copied one after another, the operation may have begun
     long ago: a process that came since may lack the pool, the shuttles, or its name in the journal.
     """
@@ -108,9 +118,25 @@ def _command(op: Operation, run: StageRun, pool: int, poll_event: bool, event_wa
     if run.target is not None:
         target = run.target.packed
         return CopyJob(run.job, pool, rows, target, op.token_count, poll_event, positions, event_wait_s, kind, stage)
-    places = pack_places(op.places(run))
     if op.image is None:
-        return CaptureJob(run.job, pool, rows, op.token_count, places, poll_event, positions, event_wait_s, kind, stage)
+        assert op.staged is not None
+        hinted, every = op.staged.hinted[stage], op.staged.places[stage]
+        numbers = run.missed or [number for number in range(len(every)) if number not in hinted]
+        return CaptureJob(
+            run.job,
+            pool,
+            rows,
+            op.token_count,
+            pack_places([every[number] for number in numbers]),
+            poll_event,
+            positions,
+            event_wait_s,
+            kind,
+            stage,
+            b"" if run.missed else pack_numbers(tuple(hinted)),
+            pack_numbers(run.missed),
+        )
+    places = pack_places(op.places(run))
     chunks = op.stored(run)
     algorithms = tuple(chunk.key.algorithm for chunk in chunks)
     if len(set(algorithms)) == 1:
@@ -129,6 +155,7 @@ def _command(op: Operation, run: StageRun, pool: int, poll_event: bool, event_wa
         event_wait_s,
         kind,
         stage,
+        op.resident_tokens,
     )
 
 
@@ -138,16 +165,23 @@ def cancel(state: State, op: Operation) -> None:
     for run in op.stages:
         if run.state in RUNNING:
             state.out.append(SendTo(run.worker, CancelJob(run.job)))
+    for run in op.stages:
+        if run.state is StageState.MISSED:
+            fail_missed(state, op, run, "cancelled", "the operation was cancelled")
 
 
 def source_free(state: State, worker: Worker, report: SourceFree) -> None:
-    """A capture's stage no longer reads the rows; when all of them do not, the client may write them again."""
+    """A capture's stage no longer reads the rows; when all of them do not, the client may write them again. Where it is
+    not known yet whether a second job will have to read them, they stay as they are.
+    """
     found = worker.jobs.get(report.job)
     if found is None:
         return
     op, stage = found
     run = op.stages[stage]
     if run.state is not StageState.SENT or not op.captures:  # what is written stays fenced up to the job's end
+        return
+    if op.staged is not None and op.staged.hinted[stage] and run.answer is None:
         return
     run.advance("free")
     _lower(state, op, stage)
@@ -174,28 +208,77 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
                 state, op, run, "internal", f"worker answered {len(report.digests)} bytes of digests for {count} chunks"
             )
             return
-        run.answer = StageDigests(
-            report.algorithm or worker.ready.digest_algorithm,
-            worker.ready.key_id,
-            tuple(report.digests[at : at + DIGEST_BYTES] for at in range(0, count * DIGEST_BYTES, DIGEST_BYTES)),
+        run.take_answer(
+            StageDigests(
+                report.algorithm or worker.ready.digest_algorithm,
+                worker.ready.key_id,
+                tuple(report.digests[at : at + DIGEST_BYTES] for at in range(0, count * DIGEST_BYTES, DIGEST_BYTES)),
+            )
         )
-    run.advance("done")
-    run.outcome = StageOutcome(
-        stage,
-        "done",
-        moved_bytes=report.moved_bytes,
-        digest_s=report.digest_s,
-        copy_s=report.copy_s,
-        lane_s=report.lane_s,
-        gather_s=report.gather_s,
-        verify_s=report.verify_s,
-        event_s=report.event_s,
-        queue_s=report.queue_s,
-        digested_bytes=report.digested_bytes,
-    )
+    outcome = _outcome(run, "done", report)
     state.count("moved_bytes" if op.marking is None else "digested_bytes", report.moved_bytes)
+    state.count("looked_bytes", max(report.digested_bytes - report.moved_bytes, 0))
+    if op.staged is not None and _misses(state, op, op.staged, run):
+        run.former = outcome
+        return
+    if op.staged is not None:
+        skipped_bytes = sum(chunk.place.length_bytes for chunk in op.staged.hinted[stage].values())
+        outcome = msgspec.structs.replace(outcome, skipped_bytes=skipped_bytes)
+    run.advance("done")
+    run.done_s = state.now_s
+    run.outcome = outcome
+    state.count("skipped_bytes", outcome.skipped_bytes)
     _lower(state, op, stage)
     _go_on(state, op)
+
+
+def _outcome(run: StageRun, ended: str, report: JobDone | JobFailed | None) -> StageOutcome:
+    """How a stage has gone up to now: its job, and the one before."""
+    outcome = run.former or StageOutcome(run.stage, ended)
+    if report is None:
+        return msgspec.structs.replace(outcome, state=ended)
+    done = report if isinstance(report, JobDone) else None
+    return StageOutcome(
+        run.stage,
+        ended,
+        moved_bytes=outcome.moved_bytes + report.moved_bytes,
+        digest_s=outcome.digest_s + report.digest_s,
+        copy_s=outcome.copy_s + report.copy_s,
+        lane_s=outcome.lane_s + report.lane_s,
+        gather_s=outcome.gather_s + report.gather_s,
+        verify_s=outcome.verify_s + report.verify_s,
+        event_s=outcome.event_s + report.event_s,
+        queue_s=outcome.queue_s + report.queue_s,
+        digested_bytes=outcome.digested_bytes + (0 if done is None else done.digested_bytes),
+        skipped_bytes=0 if done is None else done.skipped_bytes,
+    )
+
+
+def _misses(state: State, op: Operation, staged: Staged, run: StageRun) -> bool:
+    """Whether chunks of a stage that has answered are not stored, though they were expected to be. Then the stage waits
+    for extents for them (see `queue.pump`); its rows stay as they are.
+    """
+    if run.missed or run.answer is None:
+        return False
+    run.missed = hints.missed(staged.hinted[run.stage], run, run.answer)
+    state.count("chunks_hinted", len(staged.hinted[run.stage]))
+    if not run.missed:
+        return False
+    state.count("chunks_missed", len(run.missed))
+    run.sent_s = state.trace.sent_s.pop(run.job, run.sent_s)  # its time counts from the first job on
+    run.advance("miss")
+    state.short[op.op_id] = op
+    return True
+
+
+def _settle_short(state: State, op: Operation) -> None:
+    if not any(run.state is StageState.MISSED for run in op.stages):
+        state.short.pop(op.op_id, None)
+
+
+def fail_missed(state: State, op: Operation, run: StageRun, code: str, message: str) -> None:
+    """End a stage that waits for extents: no process touches its rows."""
+    _fail_stage(state, op, run, code, message)
 
 
 def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
@@ -283,25 +366,11 @@ def _fail_stage(
 ) -> None:
     """End a stage without success; its worker's `report` says how far it came, if it could."""
     run.advance("fail")
-    run.outcome = StageOutcome(
-        run.stage,
-        "failed",
-        code,
-        message,
-        rows_undefined=rows_undefined,
+    run.done_s = state.now_s
+    run.outcome = msgspec.structs.replace(
+        _outcome(run, "failed", report), code=code, message=message, rows_undefined=rows_undefined
     )
-    if report is not None:
-        run.outcome = msgspec.structs.replace(
-            run.outcome,
-            moved_bytes=report.moved_bytes,
-            digest_s=report.digest_s,
-            copy_s=report.copy_s,
-            lane_s=report.lane_s,
-            gather_s=report.gather_s,
-            verify_s=report.verify_s,
-            event_s=report.event_s,
-            queue_s=report.queue_s,
-        )
+    _settle_short(state, op)
     _lower(state, op, run.stage)
     _go_on(state, op)
 
@@ -317,7 +386,7 @@ def _go_on(state: State, op: Operation) -> None:
     running = pending = None
     failed = False
     for run in op.stages:
-        if run.state in RUNNING:
+        if run.state in ACTIVE:
             running = run
         elif run.state is StageState.PENDING:
             pending = pending or run
@@ -336,13 +405,15 @@ def _go_on(state: State, op: Operation) -> None:
 
 
 def _finish(state: State, op: Operation) -> None:
-    """No stage is running or pending any more: publish, hand over, or fail."""
+    """No stage is active or pending any more: publish, hand over, or fail."""
     failed = next((run.outcome for run in op.stages if run.outcome is not None and run.outcome.state == "failed"), None)
     engine = state.engines.get(op.engine_id)
     if failed is not None:
         fail(state, op, failed.code, failed.message, stage=failed.stage)
     elif op.lost is not None:
         fail(state, op, *op.lost)
+    elif op.staged is not None and op.staged.damaged:
+        fail(state, op, "damaged", "stored chunks that the rows were proven equal to lost their digest meanwhile")
     elif any(run.state is StageState.UNTOUCHED for run in op.stages):
         fail(state, op, "cancelled", "the operation was cancelled")
     elif op.image is not None:
@@ -407,7 +478,7 @@ def _published(state: State, op: Operation, image: Image, new_bytes: int) -> Non
     else:
         state.count(f"{op.kind.value}s")
     state.count("new_bytes", new_bytes)
-    image_bytes = sum(run.job_bytes for run in op.stages)
+    image_bytes = sum(run.image_bytes for run in op.stages)
     state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))
     release(state, op)
 
@@ -506,10 +577,11 @@ def _copied(state: State, op: Operation) -> None:
 
 
 def fail(state: State, op: Operation, code: str, message: str, *, stage: int = -1) -> None:
-    """End an operation without success: extents go back, the caller is told. No stage may still be running."""
-    assert not any(run.state in RUNNING for run in op.stages)
+    """End an operation without success: extents go back, the caller is told. No stage may still be active."""
+    assert not any(run.state in ACTIVE for run in op.stages)
     _skip_pending(op)
     op.advance("fail")
+    op.code = code
     state.waiting.pop(op.op_id, None)
     if op.staged is not None:
         state.catalog.discard(op.staged)
@@ -525,7 +597,9 @@ def fail(state: State, op: Operation, code: str, message: str, *, stage: int = -
 
 
 def release(state: State, op: Operation) -> None:
-    """Let go of everything an ended operation held."""
+    """Let go of everything an ended operation held. Its reply is among the effects already."""
+    if state.trace.on:
+        trace.record(state, op)
     for stage in tuple(op.fenced):
         _lower(state, op, stage)
     if op.chunks and op.image is not None:

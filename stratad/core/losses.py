@@ -106,8 +106,8 @@ def _end(state: State, op: Operation, worker: Worker, index: int, cause: str) ->
 
 
 def _reserved_in(staged: Staged, worker: Worker, index: int) -> bool:
-    by_stage = zip(staged.draft.scope.workers, staged.places, strict=True)
-    return any(name == worker.name and _holds(places, index) for name, places in by_stage)
+    workers = staged.draft.scope.workers
+    return any(name == worker.name and _holds(staged.all_places(stage), index) for stage, name in enumerate(workers))
 
 
 def _holds(places: Iterable[ChunkPlace], index: int) -> bool:

@@ -214,6 +214,7 @@ def _supervisor_claims(state: State) -> list[Claim]:
         Claim("tokens", "anon", tokens_bytes, "counted"),
         Claim("catalog", "anon", records_bytes, "estimate"),
         Claim("samples", "anon", memory.samples_bytes(state.settings.memory.keep), "counted"),
+        Claim("trace", "anon", state.trace.held_bytes, "estimate"),
         Claim("dropped records", "anon", memory.most_held_bytes - held_bytes, "at most"),
     ]
 

@@ -10,8 +10,13 @@
        '------fail--------'-----fail------> FAILED
 
     a stage:  PENDING --send--> SENT --free--> FREE --done--> DONE
-                 |                '------done---------------->'
-                 '--skip--> UNTOUCHED     SENT, FREE --fail--> FAILED
+                 |              ^ |'-----done---------------->'
+                 |          send| |miss
+                 |              MISSED
+                 '--skip--> UNTOUCHED     SENT, FREE, MISSED --fail--> FAILED
+
+A capture's stage that has missed waits for extents for chunks of which its worker has found that they are not what
+they were expected to be; then it is sent again, with these alone.
 
 An operation fails only after every stage that was sent has answered or its worker is proven gone.
 """
@@ -26,7 +31,7 @@ from shm.extent import ChunkPlace
 from shm.layout import ChunkSpan
 from stratad.core.clean_marks import CleanMark, Marking
 from stratad.core.failures import InvalidTransition
-from stratad.core.images import Chunk, Image, Scope, Staged, StageDigests
+from stratad.core.images import Chunk, Hints, Image, Scope, Staged, StageDigests
 from stratad.core.puts import Piece
 from stratad.core.row_lists import CutRows
 
@@ -75,6 +80,7 @@ class StageState(Enum):
     PENDING = "pending"
     SENT = "sent"
     FREE = "free"
+    MISSED = "missed"
     DONE = "done"
     FAILED = "failed"
     UNTOUCHED = "untouched"
@@ -100,14 +106,21 @@ OP_MOVES: Final[dict[OpState, dict[str, OpState]]] = {
 
 STAGE_MOVES: Final[dict[StageState, dict[str, StageState]]] = {
     StageState.PENDING: {"send": StageState.SENT, "skip": StageState.UNTOUCHED},
-    StageState.SENT: {"free": StageState.FREE, "done": StageState.DONE, "fail": StageState.FAILED},
+    StageState.SENT: {
+        "free": StageState.FREE,
+        "miss": StageState.MISSED,
+        "done": StageState.DONE,
+        "fail": StageState.FAILED,
+    },
     StageState.FREE: {"done": StageState.DONE, "fail": StageState.FAILED},
+    StageState.MISSED: {"send": StageState.SENT, "fail": StageState.FAILED},
     StageState.DONE: {},
     StageState.FAILED: {},
     StageState.UNTOUCHED: {},
 }
 
-RUNNING: Final = frozenset({StageState.SENT, StageState.FREE})
+RUNNING: Final = frozenset({StageState.SENT, StageState.FREE})  # at their worker
+ACTIVE: Final = RUNNING | {StageState.MISSED}
 CAPTURING: Final = frozenset({OpKind.CAPTURE, OpKind.SLOT_TO, OpKind.PUT_PART, OpKind.RESCUE})
 READING: Final = CAPTURING | {OpKind.SLOT_DIRECT, OpKind.MARK}
 WRITING: Final = frozenset({OpKind.RESTORE, OpKind.TAKE, OpKind.SLOT_FROM, OpKind.SLOT_DIRECT, OpKind.GET_PART})
@@ -116,7 +129,8 @@ WRITING: Final = frozenset({OpKind.RESTORE, OpKind.TAKE, OpKind.SLOT_FROM, OpKin
 @dataclass(slots=True, eq=False)
 class StageRun:
     """One stage of an operation. `rows` are in token order, `spans` the chunks of the image. `target` are the rows
-    that a copy from rows to rows writes; `generation` is its worker's when the operation began.
+    that a copy from rows to rows writes; `generation` is its worker's when the operation began. `missed` are the
+    numbers of the chunks that its second job has, or will have; `former` is how its first one ended.
     """
 
     stage: int
@@ -131,7 +145,26 @@ class StageRun:
     patience_s: float = 0.0  # from its sending to `deadline_s`
     job_bytes: int = 0
     answer: StageDigests | None = None
+    missed: tuple[int, ...] = ()
+    former: StageOutcome | None = None
     outcome: StageOutcome | None = None
+    sent_s: float = 0.0  # when it was sent and answered; 0: never
+    done_s: float = 0.0
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of all its chunks."""
+        return sum(span.length_bytes for span in self.spans)
+
+    def take_answer(self, answer: StageDigests) -> None:
+        """Note the digests of its job: of all chunks, or of those that it has missed, by the same worker."""
+        if self.answer is None or not self.missed:
+            self.answer = answer
+            return
+        digests = list(self.answer.digests)
+        for number, digest in zip(self.missed, answer.digests, strict=True):
+            digests[number] = digest
+        self.answer = StageDigests(answer.algorithm, answer.key_id, tuple(digests))
 
     def advance(self, event: str) -> None:
         """Make a move of the table.
@@ -151,8 +184,9 @@ class Operation:
     `token_count` tokens of the image's `image_tokens` are copied; `positions` are those of its states, and `points` the
     numbers of tokens to which it can be restored (see `Image`). `chunks` are those of the image that it reads; of a
     `PUT_PART` `piece` is the piece that it stores, of a `MARK` `marking` what it is to declare, of a `RESCUE` `mark`
-    what was declared. `need` are the granules that it has to reserve, by worker, and `shuttles` those that hold what it
-    reads, by worker, once either was counted.
+    what was declared. `hints` are what a capture expects to be stored already, once it was `looked` for. A restore may
+    find the first `resident_tokens` tokens in their rows. `need` are the granules that it has to reserve, by worker,
+    and `shuttles` those that hold what it reads, by worker, once either was counted.
     """
 
     op_id: int
@@ -182,12 +216,16 @@ class Operation:
     told_free: bool = False
     waits_for: str = ""
     fenced: set[int] = field(default_factory=set)
+    hints: Hints | None = None
+    looked: bool = False
+    resident_tokens: int = 0
     need: dict[str, int] = field(default_factory=dict)
     shuttles: dict[str, set[int]] = field(default_factory=dict)
     piece: Piece | None = None
     lost: tuple[str, str] | None = None  # code and message: bytes that it counts on are gone
     marking: Marking | None = None
     mark: CleanMark | None = None
+    code: str = ""  # why it failed
 
     def advance(self, event: str) -> None:
         """Make a move of the table.
@@ -236,7 +274,7 @@ class Operation:
         """Bytes of the chunks that a stage copies. Of an image that has more tokens, or states at several positions, a
         restore leaves some out; a mark reads those that it has to digest.
         """
-        if self.marking is not None:
+        if self.marking is not None or run.missed:
             return sum(span.length_bytes for span in self.digested(run))
         if self.image is None or (self.token_count == self.image_tokens and not self.positions):
             return sum(span.length_bytes for span in run.spans)
@@ -247,6 +285,8 @@ class Operation:
         """The chunks of a stage of which its worker answers the digests."""
         if self.marking is not None:
             return [run.spans[number] for number in self.marking.asked[run.stage]]
+        if run.missed:
+            return [run.spans[number] for number in run.missed]
         return run.spans if self.captures else ()
 
     def places(self, run: StageRun) -> tuple[ChunkPlace, ...]:

@@ -1,12 +1,13 @@
 """Operations that wait: for a worker, a pool, a shuttle or space."""
 
 from ipc.messages import Progress
-from stratad.core import arenas, blame, jobs, journaling, leases
+from shm.extent import granules_for
+from stratad.core import arenas, blame, hints, jobs, journaling, leases
 from stratad.core.effects import ReplyTo
 from stratad.core.failures import Refusal
 from stratad.core.images import Draft, needed_granules
 from stratad.core.intake import raise_fences
-from stratad.core.ops import Operation, OpKind, OpState
+from stratad.core.ops import Operation, OpKind, OpState, StageRun, StageState
 from stratad.core.state import UNAVAILABLE, Engine, PoolState, State
 
 # Of all operations in flight. The rows of a new one are compared with theirs, and each takes some hundred bytes.
@@ -172,21 +173,49 @@ def _space(state: State, op: Operation) -> str:
             journaling.check_writable(state)
             journaling.record_worker(state, state.workers[name])
             return f"the journal to name the process of {name}"
-    need = op.need = op.need or needed_granules(draft)  # it may be asked for at every event
+    before, found = op.hints, hints.find(state, op, draft)
+    if not op.need or found is not before:  # it may be asked for at every event
+        op.need = needed_granules(draft, found)
+    try:
+        obstacle = _make_room(state, op, draft, op.need)
+    except Refusal as refusal:
+        if refusal.code != "no_space" or found is None or found.image is state.catalog.previous(draft):
+            raise
+        op.hints, op.need = None, {}  # its image may be what stands in the way
+        return _space(state, op)
+    if obstacle:
+        return obstacle
+    op.staged = state.catalog.stage(draft, found)
+    for name in op.scope.workers:
+        arenas.tend(state, state.workers[name])
+    return ""
+
+
+def _make_room(state: State, op: Operation, draft: Draft, need: dict[str, int]) -> str:
+    """What extents that an operation has to reserve still wait for, or "".
+
+    Raises:
+        Refusal: ``no_space``, ``too_large``.
+    """
+    staged = op.staged is not None
     for name in state.catalog.shortfall(need):
         worker = state.workers[name]
         if worker.can_grow(state.settings, state.now_s):
             arenas.tend(state, worker, set())
             return f"a shuttle of {name}"
-    for name in op.scope.workers:
+    for name in need:
         worker = state.workers[name]
         if len(worker.mapped) < len(worker.sizes):
             arenas.tend(state, worker)
             return f"shuttles of {name}"
     try:
-        victims = leases.with_room(state, op.client, lambda: state.catalog.victims(draft, need))
+        victims = leases.with_room(
+            state, op.client, lambda: state.catalog.victims(draft, need, op.hints, staged=staged)
+        )
     except Refusal as refusal:
-        if refusal.code == "no_space" and any(other.state is OpState.COPYING for other in state.ops.values()):
+        # One that waits for room itself may wait for this one.
+        others = (o for o in state.ops.values() if o.state is OpState.COPYING and o.op_id not in state.short)
+        if refusal.code == "no_space" and any(others):
             return "space held by operations in flight"
         for name in op.scope.workers:
             failed = state.workers[name].grow_failed
@@ -200,15 +229,54 @@ def _space(state: State, op: Operation) -> str:
             return "the journal"
         journaling.evict(state, victims, lambda _: None)
         return "room: images are evicted"
-    op.staged = state.catalog.stage(draft)
-    for name in op.scope.workers:
-        arenas.tend(state, state.workers[name])
     return ""
+
+
+def _fill(state: State, op: Operation) -> None:
+    """Reserve extents for what the stages of an operation have missed, as far as there is room, and send it."""
+    for run in op.stages:
+        if run.state is not StageState.MISSED:
+            continue
+        try:
+            op.waits_for = _obstacle_of_missed(state, op, run)
+        except Refusal as refusal:
+            jobs.fail_missed(state, op, run, refusal.code, refusal.message)
+            continue
+        if not op.waits_for:
+            assert op.staged is not None
+            state.catalog.fill(op.staged, run.stage, run.missed)
+            arenas.tend(state, state.workers[run.worker])
+            jobs.send_missed(state, op, run)
+
+
+def _obstacle_of_missed(state: State, op: Operation, run: StageRun) -> str:
+    """What stands between a stage and the chunks that it has missed, or "".
+
+    Raises:
+        Refusal: it will never be sent.
+    """
+    assert op.staged is not None
+    worker = state.workers[run.worker]
+    failed = any(one.state is StageState.FAILED for one in op.stages)
+    if state.stopping:
+        raise Refusal("stopping", "the daemon is stopping")
+    if op.cancelled or failed:
+        raise Refusal("cancelled", "the operation was cancelled" if op.cancelled else "another stage failed")
+    if op.lost is not None:
+        raise Refusal(*op.lost)
+    if why_not := jobs.why_not_sent(run, worker):
+        raise Refusal("worker_died", f"worker {worker.name} {why_not}")
+    if blame.stands_back(state, op, worker):
+        return f"its turn at {worker.name}, where a suspect of a death has, or is to have, the worker to itself"
+    need = {run.worker: sum(granules_for(run.spans[number].length_bytes) for number in run.missed)}
+    return _make_room(state, op, op.staged.draft, need)
 
 
 def pump(state: State) -> None:
     """Look at every waiting operation again, oldest first. Called after each event that may have freed something."""
     state.let_go = False
+    for op in list(state.short.values()):
+        _fill(state, op)
     for op in list(state.waiting.values()):
         if op.state is OpState.WAITING:
             try_start(state, op)
@@ -216,6 +284,12 @@ def pump(state: State) -> None:
 
 def expire(state: State) -> None:
     """End waiting operations whose caller has stopped waiting."""
+    for op in list(state.short.values()):
+        if op.deadline_s <= state.now_s:
+            for run in op.stages:
+                if run.state is StageState.MISSED:
+                    waited = f"waited for {op.waits_for or 'its turn'}"
+                    jobs.fail_missed(state, op, run, "deadline", waited)
     for op in list(state.waiting.values()):
         if op.deadline_s <= state.now_s:
             waited_s = state.now_s - op.created_s

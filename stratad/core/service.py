@@ -39,6 +39,7 @@ from ipc.messages import (
     ResetWorker,
     RestartWorker,
     Restore,
+    SetTrace,
     Show,
     SlotDirect,
     SlotDrop,
@@ -46,6 +47,7 @@ from ipc.messages import (
     SlotTo,
     Stats,
     TakeCensus,
+    Trace,
     Unregister,
     Welcome,
 )
@@ -62,6 +64,7 @@ from stratad.core import (
     memory_view,
     queue,
     registration,
+    trace,
     views,
 )
 from stratad.core.effects import DropClient, SendTo
@@ -108,10 +111,8 @@ def serve(state: State, client: ClientRecord, request: Request) -> None:
             _serve_engine(state, client, request)
         case Cancel():
             _cancel(state, client, request)
-        case Stats():
-            _stats(state, client, request)
-        case Memory():
-            _ask_memory(state, client, request)
+        case Stats() | Memory() | Trace() | SetTrace():
+            _tell(state, client, request)
         case ListImages():
             _list(state, client, request)
         case Show():
@@ -346,6 +347,17 @@ def _cancel(state: State, client: ClientRecord, request: Cancel) -> None:
     else:
         jobs.cancel(state, op)
     state.reply(client.client, Done(request.seq))
+
+
+def _tell(state: State, client: ClientRecord, request: Stats | Memory | Trace | SetTrace) -> None:
+    match request:
+        case Stats():
+            _stats(state, client, request)
+        case Memory():
+            _ask_memory(state, client, request)
+        case Trace() | SetTrace():
+            admin = _is_admin(state, client)
+            trace.serve(state, client, request, admin=admin, may_see=lambda name: _may_touch(state, client, name))
 
 
 def _stats(state: State, client: ClientRecord, request: Stats) -> None:

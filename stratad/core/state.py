@@ -19,6 +19,7 @@ from stratad.core.memory_tracks import MemorySettings, MemoryState
 from stratad.core.ops import Operation
 from stratad.core.puts import Get, Put
 from stratad.core.restarts import RestartPolicy
+from stratad.core.trace_ring import TraceRing
 
 
 class Instant(NamedTuple):
@@ -58,8 +59,10 @@ class Settings:
     order_s: float = 30.0
     stuck_s: float = 10.0
     memory: MemorySettings = field(default_factory=MemorySettings)
+    reuse: str = "storage"  # or "off" or "verified" (see the configuration)
     admins: frozenset[int] = frozenset()
     allow_faults: bool = False
+    trace: bool = False
     shown: tuple[tuple[str, str], ...] = ()
 
 
@@ -295,6 +298,7 @@ class State:
     pools: dict[int, EngineStage] = field(default_factory=dict)
     ops: dict[int, Operation] = field(default_factory=dict)
     waiting: dict[int, Operation] = field(default_factory=dict)  # those of `ops` that have not started, oldest first
+    short: dict[int, Operation] = field(default_factory=dict)  # those that need extents for hints that were wrong
     runs_in_flight: int = 0  # runs of rows of all `ops`
     closing: set[int] = field(default_factory=set)  # engines that go when their last operation ends
     suspects: WeakSet[Suspect] = field(default_factory=WeakSet)  # those whose copies have a worker to themselves
@@ -303,6 +307,7 @@ class State:
     faults: dict[int, FaultInfo] = field(default_factory=dict)  # armed, not struck yet
     announced: list[Announced] = field(default_factory=list)
     memory: MemoryState = field(default_factory=MemoryState)
+    trace: TraceRing = field(default_factory=TraceRing)
     owners: dict[str, int] = field(default_factory=dict)
     fingerprint_fields: dict[str, dict[str, str]] = field(default_factory=dict)
     # Appends that are not answered, by serial: what follows a good answer, and a bad one (see `journaling`).

@@ -15,7 +15,7 @@ from stratad.core import memory_view
 from stratad.core.blame import quarantined_sources
 from stratad.core.images import Image
 from stratad.core.leases import leases
-from stratad.core.ops import RUNNING
+from stratad.core.ops import ACTIVE
 from stratad.core.state import RETRIED, Engine, State, Worker, WorkerState
 
 
@@ -188,7 +188,7 @@ def stats(state: State, seq: int, client: int, visible: frozenset[str]) -> Stats
                 op.conversation,
                 op.engine_id,
                 state.now_s - op.created_s,
-                tuple(run.stage for run in op.stages if run.state in RUNNING),
+                tuple(run.stage for run in op.stages if run.state in ACTIVE),
             )
             for op in state.ops.values()
             if op.client == client or op.scope.namespace in visible
@@ -202,7 +202,7 @@ def stats(state: State, seq: int, client: int, visible: frozenset[str]) -> Stats
         sum(arena.free_granules for arena in catalog.arenas.values()) * GRANULE_BYTES,
         (),
         counters,
-        dict(state.settings.shown),
+        {**dict(state.settings.shown), "copy.trace": str(state.trace.on).lower()},
         memory_view.warnings(state),
         journal_error=state.journal_error,
     )

@@ -17,10 +17,10 @@ MIN_ROUNDS: Final = 3
 
 def add_arguments(parser: argparse.ArgumentParser, add_common: Callable[[argparse.ArgumentParser], None]) -> None:
     """One sub-parser a benchmark; `add_common` gives each the options that every command takes."""
-    from stratad.bench import control, copy, recover, slots, stages  # noqa: PLC0415 - `stratactl status` must not load them
+    from stratad.bench import control, copy, delta, recover, slots, stages  # noqa: PLC0415 - `stratactl status` must not load them
 
     names = parser.add_subparsers(metavar="NAME", required=True)
-    for module in (control, stages, copy, slots, recover):
+    for module in (control, stages, copy, slots, delta, recover):
         command = names.add_parser(module.NAME, help=module.SUMMARY, description=module.SUMMARY)
         add_common(command)
         command.add_argument("--rounds", type=int, default=MIN_ROUNDS, help=f"at least {MIN_ROUNDS} (the default)")

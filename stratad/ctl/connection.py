@@ -13,7 +13,17 @@ from types import FrameType
 from typing import Final, Protocol
 
 from ipc.listening import listens
-from ipc.messages import FaultInfo, Faults, ImageDetail, ImageInfo, MemoryReply, StatsReply, Welcome, WorkerOrdered
+from ipc.messages import (
+    FaultInfo,
+    Faults,
+    ImageDetail,
+    ImageInfo,
+    MemoryReply,
+    StatsReply,
+    Traced,
+    Welcome,
+    WorkerOrdered,
+)
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError, JsonObject
 from stratad.errors import DeadlineExceeded, Lost, ProtocolError, StratadError
@@ -42,6 +52,14 @@ class DaemonClient(Protocol):
 
     def memory(self, *, history: int = 0) -> MemoryReply:
         """What is resident, and what of it is explained."""
+        ...
+
+    def trace(self, *, limit: int = 20, op: str = "", slowest: bool = False) -> Traced:
+        """Where the time of the latest operations went, or of the slowest."""
+        ...
+
+    def set_trace(self, *, on: bool) -> Traced:
+        """Begin to trace operations, or end it."""
         ...
 
     def list_images(self, namespace: str = "") -> Sequence[ImageInfo]:

@@ -40,6 +40,7 @@ def doctor(target: Target, connect: Connect, *, config_file: Path | None, try_to
         "packages": doctor_install.packages,
         "sockets": lambda: doctor_daemon.sockets(target),
         "daemon": lambda: (asked().check,),
+        "copies": lambda: doctor_daemon.copies(asked().stats),
     }
     return report(examinations)
 

@@ -17,6 +17,7 @@ from stratad.ctl.findings import Check, State
 from stratad.ctl.output import CommandError, JsonObject, human_age
 from stratad.paths import PathError, SocketPaths
 from stratad.permission import barrier
+from stratad.switches import ASYNC
 from stratad.version import package_hash
 
 _LOCK_WORDS: Final = 8
@@ -143,6 +144,20 @@ def lock_holder(locks: str, device: int, inode: int) -> int | None:
         if len(words) == _LOCK_WORDS and words[1] == "FLOCK" and words[5] == name:
             return int(words[4])
     return None
+
+
+def copies(stats: StatsReply | None) -> Iterator[Check]:
+    """Whether the stages of an engine copy side by side. A switch that keeps them from it may be a remnant."""
+    if stats is None or "copy.parallel" not in stats.settings:
+        return
+    note = stats.settings.get("copy.parallel_note", "")
+    if stats.settings["copy.parallel"] == "true":
+        yield Check("copies", State.OK, "stages copy side by side" + (f" ({note})" if note else ""))
+        return
+    by_switch = note.startswith(ASYNC)
+    fix = f"unset {' and '.join(ASYNC)} for the daemon, or set STRATAD_COPY_PARALLEL=true, and restart it"
+    text = "stages copy one after another" + (f": {note}" if note else "")
+    yield Check("copies", State.WARN if by_switch else State.OK, text, fix if by_switch else "")
 
 
 class DaemonFinding(NamedTuple):

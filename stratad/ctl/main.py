@@ -213,7 +213,7 @@ def _add_daemon_commands(add: Add, connect: Connect) -> None:
 
         return run
 
-    from stratad.ctl import images, memory, status  # noqa: PLC0415 - keeps this module's import cheap for `main`'s error border
+    from stratad.ctl import images, memory, status, trace  # noqa: PLC0415 - keeps this module's import cheap for `main`'s error border
 
     add("status", "workers, engines, operations, images and memory", with_client(lambda c, _: status.status(c)))
     command = add(
@@ -228,6 +228,13 @@ def _add_daemon_commands(add: Add, connect: Connect) -> None:
     command.add_argument(
         "--pss", action="store_true", help="also shares of shared pages, read by stratactl: 7.5 ms a GiB that is mapped"
     )
+    trace_command = add(
+        "trace",
+        "where the time of operations went, step by step",
+        with_client(lambda c, a: trace.trace(c, a.switch, last=a.last, slowest=a.slowest, op=a.op)),
+        "Operations are recorded while it is on (setting copy.trace).",
+    )
+    trace.add_arguments(trace_command)
     listing = add("list", "published images", with_client(lambda c, a: images.list_images(c, a.namespace, time.time())))
     listing.add_argument("--namespace", default="", help="only this one (default: all that you may see)")
     command = add(

@@ -107,9 +107,22 @@ def _head(stats: StatsReply) -> list[str]:
         f"free {human_bytes(stats.free_bytes)}, budget {human_bytes(stats.budget_bytes)}",
         f"journal {human_bytes(stats.journal_bytes)}"
         + (f", cannot be written: {stats.journal_error}" if stats.journal_error else ""),
+        *copies(stats.settings),
         *_testing(stats.settings),
         *warning_lines(stats.memory_warnings),
     ]
+
+
+def copies(settings: Mapping[str, str]) -> list[str]:
+    """How stages copy, where that is not what it mostly is or somebody wanted it otherwise; and the trace."""
+    lines = []
+    serial, note = settings.get("copy.parallel") == "false", settings.get("copy.parallel_note", "")
+    if serial or note:
+        how = "one stage after another" if serial else "stages side by side"
+        lines.append(printable(f"copies: {how}" + (f" ({note})" if note else "")))
+    if settings.get("copy.trace") == "true":
+        lines.append("trace: on (see `stratactl trace`)")
+    return lines
 
 
 def _testing(settings: Mapping[str, str]) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Final
 
 MAX_TIMEOUT_S: Final = 86400.0
 MAX_SAMPLES: Final = 20_000
+MAX_OPERATIONS: Final = 1000
 MAX_IMAGE_ID: Final = 2**63 - 1  # what a message can carry
 
 
@@ -31,6 +32,17 @@ def samples(text: str) -> int:
     """
     if not text.isdecimal() or not 1 <= int(text) <= MAX_SAMPLES:
         raise argparse.ArgumentTypeError(f"expected 1 to {MAX_SAMPLES} samples, got {text!r}")
+    return int(text)
+
+
+def operations(text: str) -> int:
+    """A number of operations on the command line.
+
+    Raises:
+        ArgumentTypeError: no number, or out of bounds.
+    """
+    if not text.isdecimal() or int(text) > MAX_OPERATIONS:
+        raise argparse.ArgumentTypeError(f"expected 0 to {MAX_OPERATIONS} operations, got {text!r}")
     return int(text)
 
 

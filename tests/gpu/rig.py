@@ -20,7 +20,7 @@ from tests.support.layouts import packed_positions, packed_rows, positions
 from workers.cuda_device import CudaDevice
 from workers.cuda_memory import Counts
 from workers.cuda_pool import CudaPool, PoolMemory
-from workers.device import Device, DevicePool, LaneKind
+from workers.device import CopyPath, Device, DevicePool, LaneKind
 from workers.digest import Digester
 from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
@@ -109,11 +109,12 @@ class GpuRig:
         kernels: str = "nvrtc",
         faults: dict[str, str] | None = None,
         shuttle_bytes: Sequence[int] = (256 * MIB,),
+        path: CopyPath = CopyPath.AUTO,
     ) -> None:
         self.digester = Digester(KEY)
         self.runtime = GpuRuntime.load()
         self.cuda = CudaDevice.open(
-            gpu_uuid(), self.digester, slice_bytes=slice_bytes, staging_bytes=slice_bytes, kernels=kernels
+            gpu_uuid(), self.digester, slice_bytes=slice_bytes, staging_bytes=slice_bytes, kernels=kernels, path=path
         )
         self.cuda.bind_thread()
         self.device: Device = FaultyDevice(self.cuda, FaultBook(faults)) if faults else self.cuda
@@ -167,7 +168,7 @@ class GpuRig:
         points = packed_positions(tokens, state_slot)
         packed = packed_rows(pool.layout, rows, state_slot)
         job = CaptureJob(1, 1, packed, tokens, pack_places(places), False, points)
-        return self._run(pool, job, LaneKind.CAPTURE)
+        return self.run(pool, job)
 
     def restore(
         self,
@@ -184,15 +185,16 @@ class GpuRig:
         points = packed_positions(tokens, state_slot)
         packed = packed_rows(pool.layout, rows, state_slot)
         job = RestoreJob(2, 1, packed, tokens, tokens, pack_places(places), digests, (algorithm,), False, points)
-        return self._run(pool, job, LaneKind.RESTORE)
+        return self.run(pool, job)
 
-    def _run(self, pool: DevicePool, job: CaptureJob | RestoreJob, lane: LaneKind) -> JobDone | JobFailed:
+    def run(self, pool: DevicePool, job: CaptureJob | RestoreJob) -> JobDone | JobFailed:
+        """Run one job on its lane."""
         self.device.bind_thread()
         try:
             plan = plan_job(self.device, pool, job)
         except JobRefused as exc:
             return JobFailed(job.job, exc.code, exc.message)
-        return self.lanes[lane].run(plan, NEVER)
+        return self.lanes[plan.lane].run(plan, NEVER)
 
     def close(self) -> None:
         """Give everything back."""

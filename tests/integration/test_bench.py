@@ -195,3 +195,44 @@ def test_wrong_arguments(words: list[str]) -> None:
     done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+def test_delta_on_cpu() -> None:
+    words = (
+        "--tokens",
+        "6400",
+        "--conversations",
+        "4",
+        "--prefix-tokens",
+        "1024",
+        "--stages",
+        "2",
+        "--layouts",
+        "paged",
+    )
+    report = bench("delta", "--device", "cpu", *words)
+    rows = report["rows"]
+    ops = ["capture", "next_turn", "restore", "restore_resident", "shared"]
+    assert sorted((row["round"], row["op"]) for row in rows) == sorted((n, op) for n in range(3) for op in ops)
+    assert all(row["byte_exact"] for row in rows)
+    for row in rows:
+        if row["op"] in {"capture", "restore"}:
+            assert (row["moved_bytes"], row["skipped_bytes"]) == (row["bytes"], 0)
+        elif row["op"] == "shared":
+            assert row["over_ideal"] == pytest.approx(row["stored_bytes"] / row["bytes"], abs=1e-3)
+        else:  # the last chunk and the new tokens' are copied
+            assert row["moved_bytes"] + row["skipped_bytes"] == row["bytes"]
+            assert 0 < row["moved_bytes"] <= row["bytes"] / 10
+    assert report["ratios"]["shared_bytes_over_ideal"] <= 1.05
+    for name, (op, whole) in {
+        "next_turn_over_full": ("next_turn", "capture"),
+        "restore_resident_over_full": ("restore_resident", "restore"),
+    }.items():
+        by_op = {op: [row["seconds"] for row in rows if row["op"] == op] for op in (op, whole)}
+        worst = max(mine / theirs for mine, theirs in zip(by_op[op], by_op[whole], strict=True))
+        assert report["ratios"][name] == pytest.approx(worst, abs=1e-3)
+
+
+def test_delta_refuses_a_conversation_that_has_no_hundredth(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "delta", "--device", "cpu", "--tokens", "100"]) == ExitCode.USAGE
+    assert "--tokens" in capsys.readouterr().err

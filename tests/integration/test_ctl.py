@@ -241,3 +241,63 @@ def test_doctor_finds_the_running_daemon(daemon: DaemonProcess) -> None:
     assert {checks[name]["state"] for name in ("daemon", "lock", "sockets", "run directory", "shm")} == {"ok"}
     assert checks["shm"]["budget_bytes"] == 64 << 20
     assert checks["shm"]["held_bytes"] > 0
+
+
+# --- the trace --------------------------------------------------------------------------------------------------------
+
+
+def traced(daemon: DaemonProcess, *words: str) -> dict[str, object]:
+    ended = ctl(daemon, "trace", "--json", *words)
+    assert ended.returncode == 0, ended.stderr
+    data = json.loads(ended.stdout)
+    assert isinstance(data, dict)
+    return data
+
+
+def test_the_trace_is_switched_on_and_off_in_a_daemon_that_runs(daemon: DaemonProcess, engine: CpuEngine) -> None:
+    tokens = token_ids(TOKENS, 1)
+    engine.engine.capture("before", tokens, rows=engine.rows[0], slot=0).result()
+    assert traced(daemon)["on"] is False
+    began_s = time.time()
+    assert traced(daemon, "on")["on"] is True
+    engine.engine.capture("chat", tokens, rows=engine.rows[0], slot=0).result()
+    engine.engine.restore("chat", rows=engine.rows[1], slot=1).result()
+    found = traced(daemon, "off")
+    assert (found["on"], found["kept"]) == (False, 2)
+    engine.engine.capture("after", tokens, rows=engine.rows[0], slot=0).result()
+    found = traced(daemon, "--last", "10")
+    ops = found["ops"]
+    assert isinstance(ops, list)
+    assert [(op["kind"], op["conversation"], op["tokens"], op["code"]) for op in ops] == [
+        ("capture", "chat", TOKENS, ""),
+        ("restore", "chat", TOKENS, ""),
+    ]
+    for op in ops:
+        assert began_s <= op["began_unix_s"] <= time.time()
+        for number, stage in enumerate(op["stages"]):
+            assert (stage["stage"], stage["worker"], stage["state"]) == (number, f"cpu:{number}", "done")
+            assert stage["asked_bytes"] == stage["moved_bytes"] == stage["digested_bytes"] == TOKENS * ROW_BYTES
+            spent_s = [value for name, value in stage.items() if name.endswith("_s")]
+            assert sum(spent_s) == pytest.approx(op["total_s"], abs=1e-6)
+            assert stage["queue_s"] > 0, "when its job was sent is not known"
+            assert stage["publish_s"] > 0, "when the reply was sent is not known"
+            assert stage["digest_s"] + stage["verify_s"] > 0
+            assert stage["gather_s"] + stage["link_s"] > 0
+    assert ops[0]["journal_s"] > 0
+    assert ops[1]["journal_s"] == 0
+    people = ctl(daemon, "trace", "--slowest", "--op", "capture").stdout
+    assert "capture  chat" in people
+    assert "restore" not in people
+
+
+def test_reports_that_come_together_have_each_its_own_instant(client: Client) -> None:
+    """Eight small jobs of one worker: the supervisor reads the reports of several in one turn."""
+    client.set_trace(on=True)
+    with CpuEngine.register(client, ["cpu:0"] * 8, tokens=TOKENS, row_bytes=16, slots=1) as engine:
+        for number in range(20):
+            tokens = token_ids(TOKENS, number)
+            engine.engine.capture(f"chat {number}", tokens, rows=engine.rows[0], slot=0).result()
+    ops = client.trace(op="capture").ops
+    assert len(ops) == 20
+    for op in ops:
+        assert len({stage.publish_s for stage in op.stages}) == 8

@@ -314,6 +314,7 @@ class Harness:
         tokens: int = -1,
         take: bool = False,
         slot: int = 0,
+        resident_tokens: int = 0,
     ) -> int:
         """Submit a restore; returns its number."""
         request = Restore(
@@ -325,6 +326,7 @@ class Harness:
             "host",
             tokens=tokens,
             take=take,
+            resident_tokens=resident_tokens,
         )
         self.ask(client, request)
         return request.seq
@@ -402,7 +404,8 @@ class Harness:
         digests = b""
         number = int(worker.removeprefix("cpu:")) if stage is None else stage
         if isinstance(job, CaptureJob):
-            digests = b"".join(self.content(number, n) for n in range(len(unpack_places(job.places))))
+            every = range(len(unpack_places(job.places)) + len(unpack_numbers(job.hinted)))
+            digests = b"".join(self.content(number, n) for n in unpack_numbers(job.chunks) or every)
         elif isinstance(job, DigestJob):
             digests = b"".join(self.content(number, n) for n in unpack_numbers(job.chunks))
         self.report(worker, JobDone(job.job, 1, 0.0, 0.0, digests))

@@ -20,12 +20,17 @@ from ipc.messages import (
     OpInfo,
     ProcessMemory,
     StatsReply,
+    Traced,
+    TracedOp,
+    TracedStage,
+    TraceKind,
     Welcome,
     WorkerInfo,
     WorkerOrdered,
 )
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent, pack_places
 from stratad.ctl.connection import DaemonClient, Target
+from stratad.ctl.trace import STEPS
 from stratad.errors import StratadError, UsageError, error_for
 from stratad.version import package_hash
 
@@ -212,6 +217,45 @@ DETAIL = ImageDetail(
 )
 
 
+_TRACED_STAGE = TracedStage(
+    0, "cpu:0", "done", "", 3000, 2000, 1000, 0.001, 0.0002, 0.0, 0.0003, 0.0004, 0.0005, 0.0006, 0.0007, 0.0008, 0.0009
+)
+_PERCENTILES: tuple[float, ...] = (0.001, 0.002, 0.003, 0.004)
+_TIMES = dict.fromkeys(("total", *STEPS, "journal"), _PERCENTILES)
+TRACED = Traced(
+    7,
+    True,
+    3661.0,
+    2,
+    1,
+    2560,
+    4 * MIB,
+    (
+        TraceKind("capture", 1, 0, 2000, 1000, _TIMES),
+        TraceKind("restore", 0, 1, 0, 0),
+    ),
+    (
+        TracedOp(41, "capture", "ns", "a\x1bb", 3, 256, "", 3662.5, 0.0054, 0.0001, (_TRACED_STAGE,)),
+        TracedOp(
+            42,
+            "restore",
+            "ns",
+            "b",
+            3,
+            256,
+            "damaged",
+            3663.5,
+            0.002,
+            0.0,
+            (
+                msgspec.structs.replace(_TRACED_STAGE, state="failed", code="damaged"),
+                msgspec.structs.replace(_TRACED_STAGE, stage=1, worker="cpu:1"),
+            ),
+        ),
+    ),
+)
+
+
 @dataclass
 class FakeClient:
     """Answers like a daemon that holds one image; `calls` records what was asked."""
@@ -219,6 +263,7 @@ class FakeClient:
     welcome: Welcome = WELCOME
     reply: StatsReply = STATS
     memory_reply: MemoryReply = MEMORY
+    traced: Traced = TRACED
     images: tuple[ImageInfo, ...] = (IMAGE,)
     detail: ImageDetail = DETAIL
     armed: tuple[FaultInfo, ...] = (FaultInfo(5, "take", 1, "kill", 2, "cpu:1"),)
@@ -242,6 +287,14 @@ class FakeClient:
     def memory(self, *, history: int = 0) -> MemoryReply:
         self._asked("memory", history)
         return self.memory_reply
+
+    def trace(self, *, limit: int = 20, op: str = "", slowest: bool = False) -> Traced:
+        self._asked("trace", limit, op, slowest)
+        return self.traced
+
+    def set_trace(self, *, on: bool) -> Traced:
+        self._asked("set_trace", on)
+        return msgspec.structs.replace(self.traced, on=on, ops=(), kinds=())
 
     def list_images(self, namespace: str = "") -> tuple[ImageInfo, ...]:
         self._asked("list", namespace)

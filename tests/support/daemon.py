@@ -127,7 +127,7 @@ class DaemonProcess:
 
     def launch(self) -> None:
         """Start it and wait for nothing."""
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATAD_")}
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATA")}
         environ |= self._environ
         if self._runtime:
             environ |= self._runtime.environ

@@ -1,12 +1,14 @@
 """The bytes of images: exact, or changed by somebody else; and what is known to be damaged is never called sound."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ipc.messages import JobFailed, Report
 from shm.rows import unpack_numbers
 from stratad.core.images import Chunk, Image
-from tests.support.simulation.content import Granule, Place, check, digest_of, granules_of, join, part_content
+from stratad.core.ops import Operation, OpState
+from tests.support.simulation.content import Granule, Place, check, digest_of, granules_of, join, part_content, plain
 from tests.support.simulation.engine import content_of, state_of
 from tests.support.simulation.worker import SimWorker
 
@@ -16,10 +18,27 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Audit:
-    """Compares images with what they stand for. `reported` is what lay where a worker found damage."""
+    """Compares images with what they stand for. `reported` is what lay where a worker found damage. `read` is what the
+    rows held, by stage, that an operation began to capture, and `truths` the same of the image that came of it.
+    """
 
     world: "World"
     reported: dict[Place, Granule] = field(default_factory=dict)
+    read: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    truths: dict[int, list[list[int]]] = field(default_factory=dict)
+
+    def capture_sent(self, op: Operation, stage: int, rows: list[int]) -> None:
+        """A stage of a capture is sent, perhaps again: until it has ended nobody may change its rows."""
+        before = self.read.setdefault(op.op_id, {}).setdefault(stage, rows)
+        check(rows == before, f"rows of operation {op.op_id} were changed before it had read all of them")
+
+    def learn(self, image: Image, ended: Iterable[Operation]) -> None:
+        """An image was published by one of these operations: it stands for what that one read."""
+        for op in ended:
+            mine = (op.scope, op.conversation, op.tokens) == (image.scope, image.conversation, image.tokens)
+            if mine and op.captures and op.piece is None and op.state is OpState.PUBLISHED and op.op_id in self.read:
+                self.truths[image.image_id] = [rows for _, rows in sorted(self.read.pop(op.op_id).items())]
+                return
 
     def damage_reported(self, process: SimWorker, report: Report) -> None:
         """The core was told of a damaged chunk: no image that has it may be found sound, now or later."""
@@ -63,8 +82,12 @@ class Audit:
             truth = _truth(image, tokens, stage)
             if truth is None or any(rows is None for rows in found):
                 continue
-            exact = truth == [row for rows in found if rows is not None for row in rows]
-            check(exact, f"wrong bytes: image {image.image_id} does not hold on stage {stage} what it stands for")
+            rows = [row for part in found if part is not None for row in part]
+            right = truth == [plain(row) for row in rows]
+            if image.image_id in self.truths:  # of which a rescue may have kept the beginning only
+                read = self.truths[image.image_id][stage]
+                right = right and rows == (read if len(read) == len(rows) else read[: len(rows)])
+            check(right, f"wrong bytes: image {image.image_id} does not hold on stage {stage} what it stands for")
 
     def _rows(self, image: Image, chunk: Chunk, *, born: bool) -> list[int] | None:
         """The rows of a chunk; None: somebody else has changed them, or removed their segment."""

@@ -45,12 +45,14 @@ from ipc.messages import (
     RestartWorker,
     Restore,
     Restored,
+    SetTrace,
     Show,
     SlotDirect,
     SlotDrop,
     SlotFrom,
     SlotTo,
     Stats,
+    Trace,
     Unregister,
 )
 from shm.rows import pack_numbers
@@ -182,9 +184,13 @@ class SimClient:
             engine.fill(slot, tokens_of(conversation, count, version), conversation)
             roll = 0.1
         if roll < 0.33 or (not self.known and roll < 0.75):
+            if self.rng.random() < 0.2 and slot.tokens:
+                engine.twist(slot, self.rng.randrange(len(slot.tokens)), self.rng.randrange(len(engine.pools)))
             return self._capture(engine, slot)
         if roll < 0.75 and self.known:
             return self._restore(engine, slot)
+        if slot.twisted:  # of what follows only the tokens are kept
+            return False
         if roll < 0.86:
             return self._slot_copy(engine, slot)
         if slot.tokens and self.rng.random() < 0.8:
@@ -232,6 +238,7 @@ class SimClient:
             tokens=tokens,
             take=self.rng.random() < 0.35,
             deadline_s=self.deadline_s(),
+            resident_tokens=self.rng.choice((0, 4, 12)),
         )
         before = [] if careless else engine.snapshot(slot)
         self.send(request, Pending(request, engine, (slot,), slot, before))
@@ -305,6 +312,8 @@ class SimClient:
             lambda: Lift(seq, "ns", name),
             lambda: RestartWorker(seq, self.rng.choice(engine.devices)),
             lambda: ResetWorker(seq, self.rng.choice(engine.devices), force=self.rng.random() < 0.5),
+            lambda: Trace(seq, slowest=self.rng.random() < 0.3),
+            lambda: SetTrace(seq, self.rng.random() < 0.7),
         ]
         pick = self.rng.randrange(len(kinds))
         if 10 <= pick <= 12 and not self.pending:
@@ -343,6 +352,7 @@ class SimClient:
             case Registered():
                 engine.engine_id = reply.engine_id
             case Restored() if target is not None:
+                target.twisted = not engine.holds(target, pending.tokens)
                 if isinstance(request, Restore):
                     target.tokens, target.conversation = pending.tokens or None, request.conversation
                     if request.take:
@@ -353,7 +363,7 @@ class SimClient:
                     if isinstance(request, SlotFrom) and not request.keep:
                         engine.transits.pop(request.source_slot, None)
             case Copied() if target is not None:
-                target.tokens = pending.tokens
+                target.tokens, target.twisted = pending.tokens, False
             case Captured() if isinstance(request, SlotTo):
                 engine.transits[request.slot] = pending.tokens
             case Captured() if isinstance(request, Capture):

@@ -20,6 +20,7 @@ KEY_ID: Final = b"simulate"
 ALGORITHM: Final = "blake2b-128"
 UNWRITTEN: Final = 0
 _PRIME: Final = 0xFFFFFFFB
+_TWIST: Final = 1 << 45
 
 Granule: TypeAlias = tuple[int, ...]
 Place: TypeAlias = tuple[str, int, int]  # worker, shuttle, granule
@@ -58,6 +59,16 @@ def state_content(prefix: int, stage: int) -> int:
 def part_content(version: int, count: int) -> list[int]:
     """The rows of a part that was put; `version` stands for its bytes."""
     return [version * 4096 + number + 1 for number in range(count)]
+
+
+def twisted(value: int) -> int:
+    """What a row may hold in place of `value` for the same tokens: computed again, bytes may come out otherwise."""
+    return value + _TWIST
+
+
+def plain(value: int) -> int:
+    """What a row holds, whatever changed it for the same tokens."""
+    return value if value < 0 else value % _TWIST
 
 
 def digest_of(rows: Sequence[int]) -> bytes:

@@ -12,9 +12,11 @@ from tests.support.simulation.content import (
     ROW_BYTES,
     STATE_BYTES,
     Pool,
+    plain,
     prefix_numbers,
     row_content,
     state_content,
+    twisted,
 )
 
 CONVERSATIONS: Final = "abcdef"
@@ -68,6 +70,7 @@ class Slot:
     busy: set[int] = field(default_factory=set)
     held_by: set[tuple[str, int]] = field(default_factory=set)
     poisoned: bool = False
+    twisted: bool = False  # a row of it does not hold what it would for these tokens if it were computed once
 
     @property
     def first_row(self) -> int:
@@ -149,7 +152,13 @@ class SimEngine:
             pool.rows[0][first : first + len(tokens)] = [row_content(number, stage) for number in numbers]
             if self.has_state:
                 pool.rows[1][slot.number] = state_content(numbers[-1], stage)
-        slot.tokens, slot.conversation = tokens, conversation
+        slot.tokens, slot.conversation, slot.twisted = tokens, conversation, False
+
+    def twist(self, slot: Slot, at: int, stage: int) -> None:
+        """Other bytes in one row, for the same tokens."""
+        row = slot.first_row + at
+        self.pools[stage].rows[0][row] = twisted(self.pools[stage].rows[0][row])
+        slot.twisted = True
 
     def snapshot(self, slot: Slot) -> list[tuple[list[int], int]]:
         """What the slot's memory holds on every stage: its rows, and its state."""
@@ -159,11 +168,14 @@ class SimEngine:
             for pool in self.pools
         ]
 
-    def holds(self, slot: Slot, tokens: Sequence[int]) -> bool:
-        """Whether the slot's memory holds exactly what these tokens stand for, on every stage."""
+    def holds(self, slot: Slot, tokens: Sequence[int], *, exactly: bool = True) -> bool:
+        """Whether the slot's memory holds what these tokens stand for, on every stage; or not `exactly`, but rows that
+        were changed as they may be.
+        """
         first = slot.first_row
         for pool in self.pools:
-            if pool.rows[0][first : first + len(tokens)] != content_of(tokens, pool.stage):
+            rows = pool.rows[0][first : first + len(tokens)]
+            if (rows if exactly else list(map(plain, rows))) != content_of(tokens, pool.stage):
                 return False
             if self.has_state and pool.rows[1][slot.number] != state_of(tokens, pool.stage):
                 return False

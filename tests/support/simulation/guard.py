@@ -23,10 +23,12 @@ from ipc.messages import (
     Restore,
     Restored,
     SlotTo,
+    Traced,
     WorkersChanged,
 )
 from shm.rows import unpack_numbers
 from stratad.core.effects import ReplyTo
+from stratad.core.trace import STEPS
 from tests.support.simulation.audit import Audit
 from tests.support.simulation.content import check, part_content
 from tests.support.simulation.engine import Pending
@@ -137,6 +139,8 @@ class Guard:
                 self.images.pinned = self.images.pinned | images if request.pinned else self.images.pinned - images
             case Failed() if pending.target is not None and pending.before:
                 self._check_untouched(reply, pending)
+            case Traced():
+                _check_trace(reply)
 
     def _check_recorded(self, image_id: int) -> None:
         """Before anybody is told of an image, it is in the journal (it may have made room again since)."""
@@ -165,14 +169,22 @@ class Guard:
             check(reply.tokens == asked, f"restored {reply.tokens} tokens, asked for {asked}")
             pending.tokens = list(tokens[: reply.tokens])
         check(all(o.state == "done" for o in reply.stages), "told restored although a stage did not end well")
-        self._check_memory(pending, pending.tokens, "restored")
+        truth = self.audit.truths.get(reply.image_id) if isinstance(request, Restore) else None
+        self._check_memory(pending, pending.tokens, "restored", exactly=not isinstance(request, Restore))
+        for stage, before in enumerate(truth or ()):
+            assert pending.engine is not None
+            assert pending.target is not None
+            first = pending.target.first_row
+            now = pending.engine.pools[stage].rows[0][first : first + reply.tokens]
+            check(now == before[: reply.tokens], f"wrong bytes: slot {pending.target.number} does not hold the image's")
 
     @staticmethod
-    def _check_memory(pending: Pending, tokens: list[int], verb: str) -> None:
+    def _check_memory(pending: Pending, tokens: list[int], verb: str, *, exactly: bool = True) -> None:
         engine, target = pending.engine, pending.target
         assert engine is not None
         assert target is not None
-        check(engine.holds(target, tokens), f"wrong bytes: slot {target.number} does not hold what was {verb}")
+        held = engine.holds(target, tokens, exactly=exactly)
+        check(held, f"wrong bytes: slot {target.number} does not hold what was {verb}")
 
     @staticmethod
     def _check_untouched(reply: Failed, pending: Pending) -> None:
@@ -191,3 +203,11 @@ class Guard:
                 check(told or was == row, f"row {target.first_row + at} of stage {stage} was written, and not told so")
             told = GROUP + target.number in undefined
             check(told or before[1] == now[1], f"a state of stage {stage} was written, and not told so")
+
+
+def _check_trace(reply: Traced) -> None:
+    """Nothing of an operation's time is missing from the trace, and nothing is in it twice."""
+    for op in reply.ops:
+        for stage in op.stages:
+            steps_s = sum(getattr(stage, f"{step}_s") for step in STEPS)
+            check(abs(steps_s - op.total_s) < 1e-6, f"the steps of a {op.kind} take {steps_s} s, it {op.total_s} s")

@@ -64,6 +64,7 @@ class ImageWatch:
             check(same, f"the journal says of image {image_id} that it is{'' if record.pinned else ' not'} pinned")
         for image_id in born:
             self.tokens[image_id] = catalog.images[image_id].tokens
+            self.audit.learn(catalog.images[image_id], self.cause.running)
             self.audit.one(catalog.images[image_id], born=True)
         for image_id in catalog.transits.keys() - self.transits:
             self.audit.one(catalog.transits[image_id], born=True)
@@ -179,6 +180,7 @@ class ImageWatch:
         """What only the daemon knew is gone."""
         self.taken.clear()
         self.closed.clear()
+        self.audit.read.clear()
         for record in self.world.journal.in_hand:
             self.pinned.discard(getattr(record, "image_id", 0))
 

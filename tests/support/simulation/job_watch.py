@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from ipc.messages import CaptureJob, CopyJob, DigestJob, RestoreJob
 from shm.extent import unpack_places
-from shm.rows import unpack_rows
+from shm.rows import unpack_numbers, unpack_rows
+from stratad.core.ops import Operation
 from tests.support.simulation.content import Place, Pool, check, granules_of
 from tests.support.simulation.worker import AnyJob, SimWorker
 
@@ -25,6 +26,16 @@ def row_numbers(packed: Iterable[bytes]) -> frozenset[int]:
         for first, count in unpack_rows(rows)
         for row in range(first, first + count)
     )
+
+
+def rows_of(pool: Pool, op: Operation, stage: int) -> list[int]:
+    """What the rows hold that a stage of a capture reads, in the order of its chunks."""
+    run = op.stages[stage]
+    found: list[int] = []
+    for span in run.spans:
+        rows = [row for first, count in run.rows.runs[span.group] for row in range(first, first + count)]
+        found += [pool.rows[span.group][row] for row in rows[span.first_row : span.first_row + span.row_count]]
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +75,7 @@ class JobWatch:
         """A job is on its way: nothing else may touch what it touches."""
         world = self.world
         self.notes = [note for note in self.notes if not note.over]
-        op, _ = world.core.state.workers[process.name].jobs[command.job]
+        op, stage = world.core.state.workers[process.name].jobs[command.job]
         named = row_numbers(command.rows)
         targets = row_numbers(command.target_rows) if isinstance(command, CopyJob) else frozenset()
         places: frozenset[Place] = frozenset()
@@ -86,6 +97,10 @@ class JobWatch:
         reads, writes = (frozenset(), named) if isinstance(command, RestoreJob) else (named, targets)
         fills, holds = (places, frozenset()) if isinstance(command, CaptureJob) else (frozenset(), places)
         pool = world.pool_at(process, command.pool)
+        if isinstance(command, CaptureJob):
+            holds = self._hinted(process, command, op, stage)
+            if pool is not None:
+                world.guard.audit.capture_sent(op, stage, rows_of(pool, op, stage))
         note = JobNote(process, command.job, op.client, op.seq, pool, reads, writes, fills, holds)
         check(not process.condemned, f"a job is sent to {process.name}, which was told to die")
         for other in world.processes:
@@ -99,6 +114,18 @@ class JobWatch:
             self._check_apart(note, other_note)
         self.notes.append(note)
         self.fresh.append(note)
+
+    @staticmethod
+    def _hinted(process: SimWorker, command: CaptureJob, op: Operation, stage: int) -> frozenset[Place]:
+        """The places of what a capture expects to be stored: nobody may write there before it has ended."""
+        hinted = op.staged.hinted[stage] if op.staged is not None else {}
+        numbers = unpack_numbers(command.chunks) or unpack_numbers(command.hinted)
+        check(bool(command.chunks) or numbers == tuple(hinted), f"job {command.job} is not told what is hinted")
+        return frozenset(
+            (process.name, shuttle, granule)
+            for chunk in hinted.values()
+            for shuttle, granule in granules_of(chunk.place)
+        )
 
     @staticmethod
     def _check_apart(note: JobNote, other: JobNote) -> None:

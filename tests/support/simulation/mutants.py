@@ -245,6 +245,40 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "    state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))",  # noqa: E501
         "    state.reply(op.client, Captured(op.seq, image.image_id, op.token_count + 1, image_bytes, 0, op.outcomes))",
     ),
+    # --- hints --------------------------------------------------------------------------------------------------------
+    Mutant(
+        "tokens are trusted: what is hinted matches without a comparison",
+        "stratad.core.hints",
+        "        or chunk.key.digest != digests[number]",
+        "        or False",
+    ),
+    Mutant(
+        "what is hinted is published although the rows hold something else",
+        "stratad.core.jobs",
+        "    if not run.missed:",
+        "    if True:",
+    ),
+    Mutant(
+        "hinted chunks are not held",
+        "stratad.core.catalog",
+        "                chunk.reads += 1",
+        "                pass",
+        seeds=2000,
+    ),
+    Mutant(
+        "the extents of hinted chunks are freed with a capture that failed",
+        "stratad.core.catalog",
+        "                self._end_hold(chunk)",
+        "                self.arenas[chunk.key.worker].free(chunk.place.extents)",
+        seeds=2000,
+    ),
+    Mutant(
+        "the image takes over a hold on a hinted chunk without a reference",
+        "stratad.core.catalog",
+        "        chunk.references += 1",
+        "        chunk.references += 0",
+        seeds=2000,
+    ),
     # --- damage -------------------------------------------------------------------------------------------------------
     Mutant(
         "an image with a damaged chunk is not flagged",
@@ -358,6 +392,19 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "        if index not in worker.sizes:",
         "        if False:",
         seeds=3000,
+    ),
+    # --- the trace ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "what was noted of a job stays when its operation has ended",
+        "stratad.core.trace",
+        "        sent_s = ring.sent_s.pop(run.job, run.sent_s)",
+        "        sent_s = ring.sent_s.get(run.job, run.sent_s)",
+    ),
+    Mutant(
+        "the time before a stage was sent is not told",
+        "stratad.core.trace",
+        "        queue_s=(sent_s if sent else entry.replied_s) - entry.created_s,",
+        "        queue_s=0.0,",
     ),
     # --- orders of admins, lost segments ------------------------------------------------------------------------------
     Mutant(

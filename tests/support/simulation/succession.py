@@ -41,9 +41,11 @@ def small_settings(rng: random.Random) -> Settings:
         job_floor_s=5.0,
         link_floor_bytes_per_s=1e9,
         restarts=RestartPolicy(0.1, 1.0, rng.choice((2, 4, 9))),
+        reuse=rng.choice(("off", "storage", "verified", "verified", "verified")),
         stuck_s=rng.choice((1.0, 10.0)),
         lease_s=rng.choice((0.5, 2.0, 60.0)),
         memory=MemorySettings(sample_s=5.0 if rng.random() < 0.1 else 1e9, keep=4),
+        trace=rng.random() < 0.3,
     )
 
 

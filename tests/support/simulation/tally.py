@@ -121,8 +121,12 @@ def wanted() -> set[str]:
         "core:journal_failures",
         "core:shuttles_lost",
         "core:images_lost",
+        "core:chunks_hinted",
+        "core:chunks_missed",
+        "core:skipped_bytes",
     }
     names |= {"request:Lift", "reply:WorkerOrdered", "request:RestartWorker", "request:ResetWorker"}
+    names |= {"request:Trace", "request:SetTrace", "reply:Traced"}
     names |= {"core:images_adopted", "adoption:same pids", "adoption:other pids"}
     names |= {"progress:accepted", "progress:source_free", "reply:WorkersChanged", "reply:Found", "reply:Parts"}
     return names

@@ -28,6 +28,7 @@ from ipc.messages import (
     SourceFree,
     StopWorker,
     TakeCensus,
+    TraceCopies,
     WorkerReady,
 )
 from shm.extent import unpack_places
@@ -35,6 +36,7 @@ from shm.rows import pack_rows, runs_of, unpack_numbers, unpack_rows
 from tests.support.simulation.content import (
     ALGORITHM,
     KEY_ID,
+    Granule,
     Pool,
     Segment,
     cut,
@@ -42,7 +44,7 @@ from tests.support.simulation.content import (
     granules_of,
     join,
 )
-from workers.jobs import ChunkWork, JobRefused, capture_chunks, copy_chunks, restore_chunks
+from workers.jobs import ChunkWork, JobRefused, copy_chunks, hinted_chunks, resident_chunks, restore_chunks
 
 AnyJob: TypeAlias = CaptureJob | RestoreJob | CopyJob | DigestJob
 
@@ -57,9 +59,11 @@ class LaneJob:
     rows: list[list[int]]
     written: list[list[int]]
     at: int = 0
-    digests: list[bytes] = field(default_factory=list)
+    looks: list[ChunkWork] = field(default_factory=list)  # of a restore: what may be in its rows already
+    digests: dict[int, bytes] = field(default_factory=dict)
     staging: list[list[int]] | None = None  # of a capture that has read all its rows already
     stop: bool = False
+    skipped: int = 0
     fault: tuple[str, bool] | None = None  # how its next step fails: code, and whether the device is lost
 
     def chunk_rows(self, lists: list[list[int]], work: ChunkWork, *, live: bool) -> list[int]:
@@ -160,6 +164,8 @@ class SimWorker:
                         job.stop = job.stop or job.message.job == command.job
             case TakeCensus():
                 self.outbox.append(Census(command.census, {"staging_bytes": 1 << 20}))
+            case TraceCopies():
+                pass
             case StopWorker():
                 self.stopping = True
                 for lane in self.lanes.values():
@@ -229,9 +235,13 @@ class SimWorker:
         positions = unpack_numbers(message.positions)
         rows = [_rows(packed) for packed in message.rows]
         written: list[list[int]] = []
+        looks: list[ChunkWork] = []
         match message:
             case CaptureJob():
-                works = capture_chunks(layout, message.tokens, positions, unpack_places(message.places))
+                hinted, only = unpack_numbers(message.hinted), unpack_numbers(message.chunks)
+                places = unpack_places(message.places)
+                found = hinted_chunks(layout, message.tokens, positions, places, hinted, only)
+                works = [*found.hinted, *found.copied]
             case CopyJob():
                 works = copy_chunks(layout, message.tokens, positions)
                 written = [_rows(packed) for packed in message.target_rows]
@@ -249,7 +259,8 @@ class SimWorker:
                     algorithms=message.algorithms,
                 )
                 written = rows
-        return LaneJob(message, pool, works, rows, written)
+                looks = resident_chunks(works, message.resident_tokens, ALGORITHM)
+        return LaneJob(message, pool, works, rows, written, looks=looks)
 
     def read_ahead(self, job: LaneJob) -> None:
         """A capture whose copies run behind: all its rows are read, and the engine may have them back."""
@@ -270,10 +281,16 @@ class SimWorker:
         elif job.stop and not self.doomed:
             self.lanes[lane].popleft()
             self._end(job, JobFailed(0, "cancelled", "cancelled between two slices"))
+        elif job.looks:
+            work = job.looks.pop(0)
+            if digest_of(self._read_rows(job, work)) == work.digest:
+                job.works.remove(work)
+                job.skipped += 1
         elif job.at == len(job.works):
             if not self.doomed:
                 self.lanes[lane].popleft()
-                self._end(job, JobDone(0, 1, 0.0, 0.0, b"".join(job.digests)))
+                digests = b"".join(digest for _, digest in sorted(job.digests.items()))
+                self._end(job, JobDone(0, 1, 0.0, 0.0, digests, skipped_bytes=job.skipped))
         else:
             self._copy(lane, job, job.works[job.at])
 
@@ -283,14 +300,13 @@ class SimWorker:
     def tear(self, lane: bool, share: float) -> None:
         """Leave the next chunk half done: the process died in the middle of its copy."""
         job = self.lanes[lane][0]
-        if job.at == len(job.works) or isinstance(job.message, DigestJob):
+        if job.at == len(job.works) or isinstance(job.message, DigestJob) or job.looks:
             return
         work = job.works[job.at]
         if isinstance(job.message, CaptureJob):
             content = job.staging[job.at] if job.staging is not None else self._read_rows(job, work)
-            places = granules_of(work.place)
-            pieces = cut(content, work.place.length_bytes, len(places))
-            for (shuttle, granule), piece in list(zip(places, pieces, strict=False))[: int(share * len(pieces))]:
+            pieces = self._pieces(work, content)
+            for (shuttle, granule), piece in pieces[: int(share * len(pieces))]:
                 self._write_granule(shuttle, granule, piece)
         else:
             content = self._read_chunk(work) if isinstance(job.message, RestoreJob) else self._read_rows(job, work)
@@ -298,16 +314,19 @@ class SimWorker:
             if len(content) >= len(targets):
                 self._write_rows(job, work, content[: int(share * len(targets))])
 
+    @staticmethod
+    def _pieces(work: ChunkWork, content: list[int]) -> list[tuple[tuple[int, int], Granule]]:
+        """What a capture writes where; of a chunk that is only digested nothing."""
+        places = granules_of(work.place)
+        return list(zip(places, cut(content, work.place.length_bytes, len(places)), strict=False)) if places else []
+
     def _copy(self, lane: bool, job: LaneJob, work: ChunkWork) -> None:
         job.at += 1
         if isinstance(job.message, CaptureJob):
             content = job.staging[job.at - 1] if job.staging is not None else self._read_rows(job, work)
-            places = granules_of(work.place)
-            for (shuttle, granule), piece in zip(
-                places, cut(content, work.place.length_bytes, len(places)), strict=False
-            ):
+            for (shuttle, granule), piece in self._pieces(work, content):
                 self._write_granule(shuttle, granule, piece)
-            job.digests.append(digest_of(content))
+            job.digests[work.number] = digest_of(content)
         elif isinstance(job.message, RestoreJob):
             content = self._read_chunk(work)
             if digest_of(content) != work.digest:
@@ -319,7 +338,7 @@ class SimWorker:
                 return
             self._write_rows(job, work, content[: work.live_rows])
         elif isinstance(job.message, DigestJob):
-            job.digests.append(digest_of(self._read_rows(job, work)))
+            job.digests[work.number] = digest_of(self._read_rows(job, work))
         else:
             self._write_rows(job, work, self._read_rows(job, work))
 
@@ -348,7 +367,7 @@ class SimWorker:
     def _end(self, job: LaneJob, report: JobDone | JobFailed) -> None:
         number = job.message.job
         if isinstance(report, JobDone):
-            report = JobDone(number, 1, 0.0, 0.0, report.digests)
+            report = JobDone(number, 1, 0.0, 0.0, report.digests, skipped_bytes=report.skipped_bytes)
         else:
             undefined = self._undefined(job)
             report = JobFailed(number, report.code, report.message, report.chunk, undefined, report.sticky)

@@ -242,6 +242,8 @@ class World:
         if isinstance(command, CaptureJob | RestoreJob | CopyJob | DigestJob):
             self.guard.jobs.sent(process, command)
             self.tally.counts[f"job:{type(command).__name__}"] += 1
+            if self.core.state.trace.on:
+                self.core.state.trace.note_sent(command.job, self.now_s)
         if process.alive:
             process.inbox.append(command)
 
@@ -256,6 +258,7 @@ class World:
             request = client.pending[reply.seq].request
             self.conversations.add(getattr(request, "conversation", ""))
         client.outbox.append(reply)
+        self.core.state.trace.note_reply(effect.client, reply.seq, self.now_s)
 
     def _forward(self, effect: ForwardDescriptor) -> None:
         client, process = self.by_number.get(effect.client), self.current.get(effect.worker)

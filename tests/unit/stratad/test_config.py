@@ -101,7 +101,8 @@ def test_every_setting_can_come_from_each_source(file: Path) -> None:
             assert load("--set", f"{section}.{name}={value}") == config
             assert load(**{f"STRATAD_{section}_{name}".upper(): value}) == config
             count += 1
-    sections = [field.name for field in msgspec.structs.fields(config) if field.name != "print_config"]
+    fields = msgspec.structs.fields(config)
+    sections = [field.name for field in fields if isinstance(getattr(config, field.name), msgspec.Struct)]
     assert len(sections) >= 8
     assert count == sum(len(msgspec.structs.fields(getattr(config, section))) for section in sections)
 

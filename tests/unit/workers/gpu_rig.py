@@ -99,13 +99,15 @@ class CaseGpu(Gpu):
         case: Case,
         seed: int,
         faults: dict[str, str] | None = None,
+        *,
+        granules: int = 0,
         path: CopyPath = CopyPath.AUTO,
     ) -> None:
         super().__init__(
             runtime,
             case.layout,
             slice_bytes=SLICE_BYTES,
-            granules=granules_of(case),
+            granules=granules or granules_of(case),
             pool_bytes=case.pool_bytes,
             seed=seed,
             path=path,

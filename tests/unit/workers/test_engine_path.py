@@ -186,7 +186,7 @@ def test_a_source_that_changes_under_its_copy_is_noticed(runtime: GpuRuntime, pa
     layout = stage_layout(planes(2, 64, 64), None, 4)
     rows = tuple(range(24))
     case = Case(layout, layout.end_bytes, 24, (), (rows,), (tuple(range(24, 48)),), (24,))
-    with CaseGpu(runtime, case, 1, {"capture.flip_source": "2"}, path) as gpu:
+    with CaseGpu(runtime, case, 1, {"capture.flip_source": "2"}, path=path) as gpu:
         places = [gpu.place(span.length_bytes) for span in case.spans]
         failed = gpu.run(case.capture_job(places))
         assert isinstance(failed, JobFailed)

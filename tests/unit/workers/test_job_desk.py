@@ -206,6 +206,10 @@ def test_a_report_says_how_long_the_job_waited_for_its_lane() -> None:
         assert second.queue_s >= first.lane_s - between_s
         assert cancelled.queue_s > 0.0
         assert (first.event_s, second.event_s, cancelled.event_s) == (0.0, 0.0, 0.0)
+        start_s = time.monotonic()
+        alone = desk.answer(jobs.make("capture", 4))
+        assert isinstance(alone, JobDone), alone
+        assert alone.queue_s + alone.lane_s <= time.monotonic() - start_s
 
 
 def test_both_lanes_are_told_how_to_take_times(monkeypatch: pytest.MonkeyPatch) -> None:

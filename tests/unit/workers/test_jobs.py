@@ -138,7 +138,7 @@ def test_rows_are_those_of_plain_lists(runs: list[tuple[int, int]], data: st.Dat
     assert [row for first, count in cut for row in range(first, first + count)] == plain[start:end]
     limited = rows.runs_between(start, end, 1)
     assert limited is None or len(limited) <= 1
-    prefix = unpack_rows(rows.packed_prefix(end))
+    prefix = unpack_rows(rows.packed_between(0, end))
     assert [row for first, count in prefix for row in range(first, first + count)] == plain[:end]
     assert row_count(prefix) == end
 
@@ -156,4 +156,4 @@ def test_bad_rows_are_refused(packed: bytes, needed: int) -> None:
 
 def test_no_rows_are_rows_too() -> None:
     assert RowMap.parse(b"", 10, 0).count == 0
-    assert RowMap.parse(b"", 10, 0).packed_prefix(3) == b""
+    assert RowMap.parse(b"", 10, 0).packed_between(0, 3) == b""

@@ -36,6 +36,7 @@ from ipc.messages import (
     StopWorker,
     TakeCensus,
     TemplateReady,
+    TraceCopies,
     WorkerHello,
     WorkerReady,
 )
@@ -361,6 +362,13 @@ def test_a_pool_is_closed_when_its_last_job_has_ended(supervisor: SmallSuperviso
     assert supervisor.ask(ClosePool(1), PoolClosed).pool == 1
     assert not maps_a_pool(forked.pid)
     assert [report.job for _, report in supervisor.reports if isinstance(report, JobDone)] == [1]
+
+
+def test_it_is_told_how_to_take_times(supervisor: SmallSupervisor) -> None:
+    fork_worker(supervisor)
+    for on in (True, False):
+        supervisor.send(TraceCopies(on))
+        assert supervisor.ask(TakeCensus(1), Census).resources["exact_times"] == on
 
 
 def test_closing_a_pool_that_nobody_knows_is_answered(supervisor: SmallSupervisor) -> None:
