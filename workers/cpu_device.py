@@ -338,7 +338,7 @@ class CpuCopier:
     def drain(self) -> None:
         """See `Copier`."""
         for entry in self._slots:
-            entry.work = None
+            entry.work = entry.target = None
             entry.staging = []
         self._limiter.settle()
 

@@ -27,6 +27,7 @@ the slice or after it.
 Streams wait only for events of this process. The host waits for a slice's sums before anything that depends on them.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -40,7 +41,7 @@ from workers.cuda_engine import Piece, Strip, enqueue, strips_on_path
 from workers.cuda_memory import Counts, SlotMemory, translated
 from workers.cuda_pool import CudaPool
 from workers.device import ChunkDamaged, CopyPath, CopyTimes, DeviceFailure, LaneKind, SliceWork, SourceDiffers
-from workers.digest import MLH, Digester, Words
+from workers.digest import BLOCK_BYTES, MLH, Digester, Words
 from workers.gpu_kernels import LoadedSlice, SliceKernels
 from workers.jobs import ChunkWork
 from workers.kernel_source import COMPARE, COPY
@@ -292,9 +293,9 @@ class CudaCopier:
             self._runtime.event_record(entry.written, self._work)
 
     def _scatter_strips(self, loaded: LoadedSlice, strips: list[list[Strip]]) -> None:
-        starts = loaded.table.chunks["staging"].tolist()
-        for start, size, chunk in zip(starts, loaded.table.lengths.tolist(), strips, strict=True):
-            pieces = [Piece(0, size, loaded.staging + start)]
+        table = loaded.table
+        for start, work, chunk in zip(table.starts, table.works, strips, strict=True):
+            pieces = [Piece(0, work.span.length_bytes, loaded.staging + start)]
             enqueue(self._runtime, chunk, pieces, ANY_DIRECTION, self._work, gather=False)
 
     def drain(self) -> None:
@@ -362,8 +363,7 @@ class CudaCopier:
     def _runs(self, loaded: LoadedSlice) -> Iterator[tuple[int, int, int]]:
         """(host address, staging address, bytes) of every copy of a slice: neighbours joined, cut at registrations."""
         base = offset = staging = size = 0
-        starts = loaded.table.chunks["staging"].tolist()
-        for chunk, start in zip(loaded.table.works, starts, strict=True):
+        for chunk, start in zip(loaded.table.works, loaded.table.starts, strict=True):
             at = loaded.staging + start
             for run_base, run_offset, run_bytes in self._shuttles.runs(chunk.place):
                 if run_base == base and run_offset == offset + size and at == staging + size:
@@ -408,12 +408,14 @@ def _first_difference(table: SliceTable, source: Words, copy: Words) -> int:
 def _digests(digester: Digester, table: SliceTable, sums: Words) -> list[bytes]:
     """Digests of a slice's chunks in order; neighbours of one length are finished together."""
     found: list[bytes] = []
-    lengths = table.lengths
-    ends = [*(np.flatnonzero(lengths[1:] != lengths[:-1]) + 1).tolist(), len(lengths)]
-    at = block = 0
-    for end in ends:
-        count, blocks = end - at, int(table.blocks[at])
+    block = 0
+    for length, group in itertools.groupby(table.works, _length):
+        count, blocks = sum(1 for _ in group), -(-length // BLOCK_BYTES)
         shaped = sums[block : block + count * blocks].reshape(count, blocks, -1)
-        found += digester.mlh.finish_many(shaped, int(lengths[at]))
-        at, block = end, block + count * blocks
+        found += digester.mlh.finish_many(shaped, length)
+        block += count * blocks
     return found
+
+
+def _length(chunk: ChunkWork) -> int:
+    return chunk.span.length_bytes

@@ -47,8 +47,6 @@ _DIGEST_THREAD_BLOCKS: Final = 256
 _MOST_BLOCKS_A_COLUMN: Final = 32
 _MAGIC_LIMIT: Final = 1 << 32
 
-Longs = npt.NDArray[np.int64]
-
 
 class GroupShape(NamedTuple):
     """A group's planes in the plane table; `row_bytes` is that of each of them, or 0 where they differ."""
@@ -77,38 +75,37 @@ class DigestGrid(NamedTuple):
 
 class SliceTable(NamedTuple):
     """One slice for the kernels. `rows` and `chunks` go to the device, `targets` (of a copy from rows to rows) too.
-    `lengths` and `blocks` are the chunks' bytes and their numbers of blocks; sizes are in bytes and counts.
+    `starts` say where chunks lie in staging; sizes are in bytes and counts.
     """
 
     works: tuple[ChunkWork, ...]
     rows: Index
     targets: Index
     chunks: npt.NDArray[np.void]
-    lengths: Longs
-    blocks: Longs
+    starts: list[int]
     tile_count: int
     block_count: int
     staging_bytes: int
+    grid: DigestGrid
 
     @property
     def staged(self) -> list[StagedChunk]:
         """The chunks one by one."""
-        places = zip(
-            self.works,
-            self.chunks["staging"].tolist(),
-            self.chunks["first_block"].tolist(),
-            self.blocks.tolist(),
-            strict=True,
-        )
-        return [StagedChunk(*place) for place in places]
+        found: list[StagedChunk] = []
+        block = 0
+        for work, start in zip(self.works, self.starts, strict=True):
+            count = -(-work.span.length_bytes // BLOCK_BYTES)
+            found.append(StagedChunk(work, start, block, count))
+            block += count
+        return found
 
-    @property
-    def grid(self) -> DigestGrid:
-        """Enough thread blocks to fill a card, and as many blocks for each load of a column's keys as that allows."""
-        columns = -(-min(int(self.lengths.max(initial=0)), BLOCK_BYTES) // COLUMN_BYTES)
-        group = max(2, min(_MOST_BLOCKS_A_COLUMN, self.block_count * columns // _DIGEST_THREAD_BLOCKS))
-        group += group % 2  # the kernel takes two at a time
-        return DigestGrid(columns, -(-self.block_count // group), group)
+
+def digest_grid(longest_bytes: int, block_count: int) -> DigestGrid:
+    """Enough thread blocks to fill a card, and as many blocks for each load of a column's keys as that allows."""
+    columns = -(-min(longest_bytes, BLOCK_BYTES) // COLUMN_BYTES)
+    group = max(2, min(_MOST_BLOCKS_A_COLUMN, block_count * columns // _DIGEST_THREAD_BLOCKS))
+    group += group % 2  # the kernel takes two at a time
+    return DigestGrid(columns, -(-block_count // group), group)
 
 
 def magic_of(divisor: int) -> int:
@@ -157,77 +154,48 @@ def vector_width(planes: npt.NDArray[np.void]) -> int:
 
 def slice_table(work: SliceWork, shapes: tuple[GroupShape, ...], target: SliceWork | None = None) -> SliceTable:
     """The tables of one slice; `target` says where a copy from rows to rows goes."""
-    every = [chunk.span for chunk in work.chunks]
-    table = np.array(
-        [
-            [span.length_bytes for span in every],
-            [span.group for span in every],
-            [span.first_row for span in every],
-            [span.row_count for span in every],
-            [chunk.live_rows for chunk in work.chunks],
-            [chunk.tail_tokens for chunk in work.chunks],
-        ],
-        np.int64,
-    )
-    lengths, groups, first_rows, row_counts, live_rows, tails = table
-    tiles, blocks = -(-lengths // TILE_BYTES), -(-lengths // BLOCK_BYTES)
-    aligned = -(-lengths // _ALIGN_BYTES) * _ALIGN_BYTES
-    chunks = np.zeros(len(every), CHUNK)
-    chunks["staging"] = _starts(aligned)
-    chunks["length"] = lengths
-    chunks["plane_magic"] = _plane_magics(shapes, groups, row_counts, lengths)
-    chunks["first_row"] = _starts(live_rows)
-    chunks["row_count"] = row_counts
-    chunks["live_rows"] = live_rows
-    chunks["tail_tokens"] = tails
-    planes = np.array([shape[:2] for shape in shapes], np.int64)[groups]
-    chunks["first_plane"], chunks["plane_count"] = planes[:, 0], planes[:, 1]
-    chunks["first_tile"] = _starts(tiles)
-    chunks["first_block"] = _starts(blocks)
-    spans = _row_spans(groups, first_rows, live_rows)
+    # A loop over plain numbers: of the few chunks of a slice numpy would take longer for each column than this for all.
+    entries: list[tuple[int, ...]] = []
+    starts: list[int] = []
+    spans: list[tuple[int, int, int]] = []
+    magics: dict[tuple[int, int], int] = {}
+    staging = rows = tiles = blocks = longest = 0
+    for chunk in work.chunks:
+        group, _, first_row, row_count, _, _, length = chunk.span
+        live_rows = chunk.live_rows
+        shape = shapes[group]
+        magic = magics.get((group, row_count))
+        if magic is None:
+            magic = magics[group, row_count] = magic_of(shape.row_bytes * row_count)
+        plane_magic = magic if length < _MAGIC_LIMIT else 0
+        place = rows, row_count, live_rows, chunk.tail_tokens
+        entries.append((staging, length, plane_magic, *place, shape.first_plane, shape.plane_count, tiles, blocks, 0))
+        starts.append(staging)
+        _add_span(spans, group, first_row, live_rows)
+        rows += live_rows
+        tiles += -(-length // TILE_BYTES)
+        blocks += -(-length // BLOCK_BYTES)
+        staging += -(-length // _ALIGN_BYTES) * _ALIGN_BYTES
+        longest = max(longest, length)
     return SliceTable(
         works=work.chunks,
         rows=_row_list(work.rows, spans),
         targets=_row_list(target.rows, spans) if target is not None else np.empty(0, np.uint32),
-        chunks=chunks,
-        lengths=lengths,
-        blocks=blocks,
-        tile_count=int(tiles.sum()),
-        block_count=int(blocks.sum()),
-        staging_bytes=int(aligned.sum()),
+        chunks=np.array(entries, CHUNK),
+        starts=starts,
+        tile_count=tiles,
+        block_count=blocks,
+        staging_bytes=staging,
+        grid=digest_grid(longest, blocks),
     )
 
 
-def _starts(sizes: Longs) -> Longs:
-    """Where each begins, laid end to end."""
-    return np.cumsum(sizes) - sizes
-
-
-def _plane_magics(shapes: tuple[GroupShape, ...], groups: Longs, row_counts: Longs, lengths: Longs) -> list[int]:
-    """What divides by the bytes of one plane of a chunk. Most chunks of a slice are alike."""
-    known: dict[tuple[int, int, int], int] = {}
-    found: list[int] = []
-    for kind in zip(groups.tolist(), row_counts.tolist(), lengths.tolist(), strict=True):
-        magic = known.get(kind)
-        if magic is None:
-            group, row_count, length = kind
-            magic = magic_of(shapes[group].row_bytes * row_count) if length < _MAGIC_LIMIT else 0
-            known[kind] = magic
-        found.append(magic)
-    return found
-
-
-def _row_spans(groups: Longs, first_rows: Longs, live_rows: Longs) -> list[tuple[int, int, int]]:
-    """(group, first, end) of the positions that the chunks take, neighbours joined."""
-    spans: list[tuple[int, int, int]] = []
-    last_group = last_end = -1
-    for group, first, count in zip(groups.tolist(), first_rows.tolist(), live_rows.tolist(), strict=True):
-        start = first
-        if group == last_group and first == last_end:
-            start = spans.pop()[1]
-        last_group, last_end = group, first + count
-        spans.append((group, start, last_end))
-    return spans
+def _add_span(spans: list[tuple[int, int, int]], group: int, first: int, count: int) -> None:
+    """Add positions `first` and so many more of a group's list, joined to the last ones where these go on."""
+    start = first
+    if spans and spans[-1][0] == group and spans[-1][2] == first:
+        start = spans.pop()[1]
+    spans.append((group, start, first + count))
 
 
 def _row_list(rows: tuple[RowMap, ...], spans: list[tuple[int, int, int]]) -> Index:

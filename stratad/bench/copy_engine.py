@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import numpy as np
+
 from ipc.messages import TOKEN_BYTES, Captured, Copied, Restored
-from shm.rows import first_rows
+from shm.rows import RowRuns, first_rows
 from stratad.bench.copy_layout import CopyShape
 from stratad.bench.cpu_engine import FINGERPRINT, NAMESPACE, token_ids
 from stratad.client import Client, Engine
@@ -23,15 +25,17 @@ class CopyEngine:
         self._shape = shape
         self._last = len(shape.slot_rows) - 1
         self._tokens = token_ids(shape.tokens, 0)
+        self._source_rows = _as_engines_have_them(shape, 0)
+        self._target_rows = _as_engines_have_them(shape, -1)
 
     def capture(self, conversation: str) -> Captured:
         """Capture the first slot."""
-        rows = self._shape.slot_rows[0]
+        rows = self._source_rows
         return self._engine.capture(conversation, self._tokens, rows=rows, slot=0, deadline_s=_DEADLINE_S).result()
 
     def restore(self, conversation: str) -> Restored:
         """Restore into the last slot."""
-        rows = self._shape.slot_rows[-1]
+        rows = self._target_rows
         return self._engine.restore(conversation, rows=rows, slot=self._last, deadline_s=_DEADLINE_S).result()
 
     @property
@@ -48,7 +52,7 @@ class CopyEngine:
 
     def restore_first(self, conversation: str, resident_tokens: int = 0) -> Restored:
         """Restore over the first slot, which may still hold so many tokens."""
-        rows = self._shape.slot_rows[0]
+        rows = self._source_rows
         ticket = self._engine.restore(
             conversation, rows=rows, slot=0, resident_tokens=resident_tokens, deadline_s=_DEADLINE_S
         )
@@ -56,7 +60,7 @@ class CopyEngine:
 
     def slot_direct(self) -> Copied:
         """Copy the first slot to the last on the device."""
-        source, target = self._shape.slot_rows[0], self._shape.slot_rows[-1]
+        source, target = self._source_rows, self._target_rows
         ticket = self._engine.slot_direct(
             self._shape.tokens, source, target, slot=0, target_slot=self._last, deadline_s=_DEADLINE_S
         )
@@ -64,12 +68,12 @@ class CopyEngine:
 
     def slot_to(self) -> Captured:
         """Copy the first slot into its transit image."""
-        rows = self._shape.slot_rows[0]
+        rows = self._source_rows
         return self._engine.slot_to(self._shape.tokens, rows, slot=0, deadline_s=_DEADLINE_S).result()
 
     def slot_from(self) -> Restored:
         """Copy the first slot's transit image into the last slot."""
-        rows = self._shape.slot_rows[-1]
+        rows = self._target_rows
         return self._engine.slot_from(0, rows, slot=self._last, deadline_s=_DEADLINE_S).result()
 
     def baselines(self) -> dict[str, float]:
@@ -84,6 +88,12 @@ class CopyEngine:
     def unregister(self) -> None:
         """Have the daemon let go of the memory."""
         self._engine.unregister()
+
+
+def _as_engines_have_them(shape: CopyShape, slot: int) -> "RowRuns | np.ndarray":
+    """A slot's rows: a slot cache knows one run, a paged cache has an array of block numbers."""
+    runs = shape.slot_rows[slot]
+    return runs if len(runs) == 1 else np.array(shape.row_numbers(slot), np.int64)
 
 
 def register(client: Client, stages: list[StagePool]) -> Engine:
