@@ -1539,7 +1539,8 @@ class WorkerSpec(Message, frozen=True, tag="fork"):
 
     `identity` is the name on the worker socket; it holds a secret, so that nobody else can speak as this worker.
     `digest_key` is the host's 256-bit seed; it never leaves the daemon's processes and is never logged. `faults` is
-    empty except in tests (see `workers.faulty`); with `allow_faults` more may be armed later.
+    empty except in tests (see `workers.faulty`); with `allow_faults` more may be armed later. `copy_path` is a value of
+    `workers.device.CopyPath`.
     """
 
     worker: str
@@ -1562,6 +1563,9 @@ class WorkerSpec(Message, frozen=True, tag="fork"):
     allow_faults: bool = False
     small_bytes: int = 32 * 1024 * 1024
     huge_pages: bool = False
+    direct_slice_bytes: int = 1 << 30
+    copy_path: str = "auto"
+    urgent_streams: bool = True
 
 
 TemplateOrder: TypeAlias = WorkerSpec

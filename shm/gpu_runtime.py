@@ -8,9 +8,10 @@ here; whoever creates one destroys it. ctypes lets other threads run during each
 import ctypes
 import re
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
-from typing import Final, TypeAlias
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
+from typing import Final, NamedTuple, TypeAlias
 
+from shm.gpu_batch import batch_copy
 from shm.gpu_libraries import library_files, mapped_libraries
 
 HANDLE_BYTES: Final = 64
@@ -25,12 +26,21 @@ _EVENT_DISABLE_TIMING: Final = 2
 _EVENT_INTERPROCESS: Final = 4
 _IPC_LAZY_PEER_ACCESS: Final = 1
 _UUID_BYTES: Final = 16
+# Below this many copies one call for all of them saves nothing.
+_BATCH_FROM: Final = 4
 # After one of these nothing in the process can use the device any more: uncorrectable memory, illegal address or
 # instruction, launch failures, a context or driver that went away, and "unknown".
 STICKY_CODES: Final = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 911, 999})
 
 
 KernelArgument: TypeAlias = c_void_p | c_uint
+
+
+class Lines(NamedTuple):
+    """Lines that begin `pitch` bytes apart, the first one at `address`."""
+
+    address: int
+    pitch: int
 
 
 class GpuError(Exception):
@@ -73,6 +83,7 @@ _RUNTIME_CALLS: Final[dict[str, list[object]]] = {
     "HostRegister": [c_void_p, c_size_t, c_uint],
     "HostUnregister": [c_void_p],
     "MemcpyAsync": [c_void_p, c_void_p, c_size_t, c_int, c_void_p],
+    "Memcpy2DAsync": [c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t, c_int, c_void_p],
     "MemsetAsync": [c_void_p, c_int, c_size_t, c_void_p],
     "StreamCreateWithPriority": [POINTER(c_void_p), c_uint, c_int],
     "StreamDestroy": [c_void_p],
@@ -84,6 +95,7 @@ _RUNTIME_CALLS: Final[dict[str, list[object]]] = {
     "EventRecord": [c_void_p, c_void_p],
     "EventQuery": [c_void_p],
     "EventSynchronize": [c_void_p],
+    "EventElapsedTime": [POINTER(c_float), c_void_p, c_void_p],
     "IpcGetMemHandle": [POINTER(_Handle), c_void_p],
     "IpcOpenMemHandle": [POINTER(c_void_p), _Handle, c_uint],
     "IpcCloseMemHandle": [c_void_p],
@@ -140,6 +152,7 @@ class GpuRuntime:
     def __init__(self, kind: str, runtime: ctypes.CDLL, driver: ctypes.CDLL) -> None:
         self.kind: Final = kind
         self._calls: dict[str, object] = {}
+        self._batch = batch_copy(kind, runtime)
         self._error_string = getattr(runtime, f"{kind}GetErrorString")
         self._error_string.argtypes = [c_int]
         self._error_string.restype = c_char_p
@@ -150,6 +163,11 @@ class GpuRuntime:
             if name == "DeviceGetUuid" and not hasattr(driver, symbol):
                 symbol = "cuDeviceGetUuid"
             self._bind(name, getattr(driver, symbol), shape)
+
+    @property
+    def copies_in_batches(self) -> bool:
+        """Whether `memcpy_many_async` is one call."""
+        return self._batch is not None
 
     @classmethod
     def load(cls) -> "GpuRuntime":
@@ -278,6 +296,24 @@ class GpuRuntime:
         """Copy on a stream; `direction` is one of the constants above."""
         self._call("MemcpyAsync", target, source, size_bytes, direction, stream)
 
+    def memcpy_2d_async(
+        self, target: Lines, source: Lines, width: int, height: int, *, direction: int, stream: int
+    ) -> None:
+        """Copy `height` lines of `width` bytes on a stream."""
+        self._call("Memcpy2DAsync", *target, *source, width, height, direction, stream)
+
+    def memcpy_many_async(self, copies: Sequence[tuple[int, int, int]], direction: int, stream: int) -> None:
+        """Copy (target, source, bytes) each on a stream, in one call where the runtime has one for that. None may
+        overlap another.
+        """
+        if len(copies) < _BATCH_FROM or self._batch is None:
+            for target, source, size_bytes in copies:
+                self._call("MemcpyAsync", target, source, size_bytes, direction, stream)
+            return
+        code = self._batch(copies, stream)
+        if code:
+            raise self._error("MemcpyBatchAsync", code)
+
     def memset_async(self, address: int, value: int, size_bytes: int, stream: int) -> None:
         """Fill with a byte on a stream."""
         self._call("MemsetAsync", address, value, size_bytes, stream)
@@ -308,9 +344,10 @@ class GpuRuntime:
 
     # --- events ------------------------------------------------------------------------------------------------------
 
-    def event_create(self, *, interprocess: bool = False) -> int:
-        """An event without timing; waiting for it sleeps."""
-        flags = _EVENT_DISABLE_TIMING | (_EVENT_INTERPROCESS if interprocess else _EVENT_BLOCKING_SYNC)
+    def event_create(self, *, interprocess: bool = False, timing: bool = False) -> int:
+        """An event; waiting for it sleeps. Time can be measured between two with `timing`, which makes them slower."""
+        flags = _EVENT_INTERPROCESS if interprocess else _EVENT_BLOCKING_SYNC
+        flags |= 0 if timing else _EVENT_DISABLE_TIMING
         event = c_void_p()
         self._call("EventCreateWithFlags", byref(event), flags)
         return event.value or 0
@@ -330,6 +367,12 @@ class GpuRuntime:
     def event_synchronize(self, event: int) -> None:
         """Wait for an event of this process."""
         self._call("EventSynchronize", event)
+
+    def elapsed_s(self, start: int, end: int) -> float:
+        """Seconds between two complete events with timing."""
+        elapsed_ms = c_float()
+        self._call("EventElapsedTime", byref(elapsed_ms), start, end)
+        return elapsed_ms.value / 1000
 
     def _done(self, name: str, subject: int) -> bool:
         code = self._try(name, subject)

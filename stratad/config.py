@@ -74,8 +74,13 @@ class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How stages are copied. `parallel` false is the serial baseline of the same build."""
 
     parallel: bool = True
-    slice_bytes: Annotated[int, Meta(ge=64 * KIB, le=GIB)] = 64 * MIB
+    # Where others keep a GPU busy, kernels wait for their turn once a slice, so small slices leave the link idle.
+    slice_bytes: Annotated[int, Meta(ge=64 * KIB, le=GIB)] = 128 * MIB
     staging_bytes: Annotated[int, Meta(ge=64 * KIB, le=4 * GIB)] = 128 * MIB
+    direct_slice_bytes: Annotated[int, Meta(ge=64 * KIB, le=16 * GIB)] = GIB
+    # Kernels gather and scatter whatever the layout at the link's rate, until a model has every multiprocessor.
+    path: Literal["auto", "gather", "engine"] = "auto"
+    stream_priority: Literal["high", "low"] = "high"
     # Jobs up to this size are done by the worker's loop itself: handing over to a lane would take longer.
     inline_bytes: Annotated[int, Meta(ge=0, le=64 * MIB)] = 256 * KIB
     # Jobs up to this size go before larger ones on their lane: about half a slice of a GPU, 0.6 ms of its link.

@@ -64,11 +64,12 @@ class _Memory:
 class _Slot:
     """One slice under way. One thread at a time works in a slot: the lane's or the helper."""
 
-    __slots__ = ("memory", "share", "staged", "work")
+    __slots__ = ("memory", "share", "staged", "target", "work")
 
     def __init__(self, memory: _Memory) -> None:
         self.memory = memory
         self.work: SliceWork | None = None
+        self.target: SliceWork | None = None  # of a copy from rows to rows
         self.share: Share[_Slice] | None = None
         self.staged: list[Bytes] = []
 
@@ -83,7 +84,7 @@ class _Slot:
         share, self.share = self.share, None
         if share is not None:
             share.give_up()
-        self.work = None
+        self.work = self.target = None
         self.staged = []
 
 
@@ -135,9 +136,7 @@ class CpuCopier:
 
     def begin_capture(self, slot: int, work: SliceWork) -> None:
         """See `Copier`."""
-        # The chunks of a copy from rows to rows have no place: they go to staging.
-        to_shuttle = any(chunk.place.extents for chunk in work.chunks)
-        self._begin(slot, work, self._capture_slice if to_shuttle else self._stage_source)
+        self._begin(slot, work, self._capture_slice)
 
     def complete_capture(self, slot: int) -> list[bytes]:
         """See `Copier`."""
@@ -151,8 +150,15 @@ class CpuCopier:
         """See `Copier`."""
         return self._finish(slot).digests
 
-    def complete_copy(self, slot: int, target: SliceWork) -> None:
+    def begin_copy(self, slot: int, work: SliceWork, target: SliceWork) -> None:
         """See `Copier`."""
+        self._begin(slot, work, self._stage_source)
+        self._slots[slot].target = target
+
+    def complete_copy(self, slot: int) -> None:
+        """See `Copier`."""
+        target, self._slots[slot].target = self._slots[slot].target, None
+        assert target is not None, "a slot is begun before it is completed"
         self._scatter(target, self._finish(slot).staged)
 
     def begin_restore(self, slot: int, work: SliceWork) -> None:

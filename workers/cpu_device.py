@@ -9,10 +9,12 @@ import numpy as np
 from ipc.messages import CudaIpcPool, Stage
 from workers.cpu_copier import SHARED_BYTES, CpuCopier
 from workers.cpu_pool import CpuPool, open_host_pool
-from workers.device import HOST_SLICE_BYTES, DeviceFailure, LaneKind, PoolRefused
+from workers.device import HOST_SLICE_BYTES, DeviceFailure, DevicePool, LaneKind, PoolRefused
 from workers.digest import XXH3, Digester
 from workers.helper import Helper
+from workers.jobs import ChunkWork
 from workers.limiter import LinkLimiter
+from workers.rowmap import RowMap
 from workers.shuttle_map import ShuttleMap
 
 _SLICE_ROWS: Final = 1 << 20
@@ -45,11 +47,17 @@ class CpuDevice:
         self._shared_bytes = shared_bytes
         self.slice_bytes = min(slice_bytes, HOST_SLICE_BYTES)
         self.slice_rows = _SLICE_ROWS
+        self.direct_slice_bytes = self.slice_bytes
+        self.ramp_bytes = 0
         self.digest_slice_bytes = max(slice_bytes, HOST_SLICE_BYTES)
         self.name = platform.processor() or platform.machine()
         self.digest_algorithm = XXH3
         self.digest_path = "numpy"
         self.device_bytes = 0
+
+    def unstaged_bytes(self, pool: DevicePool, rows: tuple[RowMap, ...], chunk: ChunkWork) -> int:
+        """See `Device`."""
+        return 0
 
     def bind_thread(self) -> None:
         """See `Device`."""

@@ -16,18 +16,37 @@ from workers.compiler import CompilerUnavailable
 from workers.cpu_copier import CpuCopier
 from workers.cpu_pool import CpuPool, open_host_pool
 from workers.cuda_copier import LOCK_STEP_BYTES, CudaCopier
+from workers.cuda_engine import strips_on_path
 from workers.cuda_memory import Counts, DeviceMemory, SlotMemory, translated
 from workers.cuda_pool import AllocationBook, CudaPool, PoolMemory
 from workers.cuda_self_test import run_self_test
-from workers.device import HOST_SLICE_BYTES, DeviceFailure, LaneKind, PoolRefused, check_probe
+from workers.device import (
+    HOST_SLICE_BYTES,
+    CopyPath,
+    DeviceFailure,
+    DevicePool,
+    LaneKind,
+    PoolRefused,
+    SliceWork,
+    check_probe,
+)
 from workers.digest import MLH, Digester
 from workers.gpu_kernels import CompiledKernels, SliceKernels, compiled
+from workers.jobs import ChunkWork
 from workers.limiter import LinkLimiter
 from workers.mixed_copier import MixedCopier
+from workers.rowmap import RowMap
 from workers.shuttle_map import ShuttleMap
+from workers.slice_table import key_table
 
 _log: Final = logging.getLogger(__name__)
 _SLICE_ROWS: Final = 65536
+# Of copies from rows to rows, which a launch carries out at the memory's speed: some of the time of a cancellation.
+DIRECT_SLICE_BYTES: Final = 1024 * 1024 * 1024
+_UNSTAGED_SLICE_BYTES: Final = 512 * 1024 * 1024
+# Kernels over so much take a tenth of a millisecond. With less, slices at the ends of a job would have more to wait for
+# where kernels wait for their turn: two processes that use one GPU have it in turns of some milliseconds.
+_RAMP_BYTES: Final = 64 * 1024 * 1024
 # Some hundred microseconds of a GPU's reading: long enough to hide what the host does for the next slice.
 _DIGEST_SLICE_BYTES: Final = 512 * 1024 * 1024
 # Of one process on a GPU, measured: 480 to 560 MiB on an H200, whatever it does.
@@ -44,7 +63,16 @@ class CudaDevice:
     """See `workers.device.Device`."""
 
     def __init__(
-        self, runtime: GpuRuntime, index: int, digester: Digester, *, slice_bytes: int, staging_bytes: int
+        self,
+        runtime: GpuRuntime,
+        index: int,
+        digester: Digester,
+        *,
+        slice_bytes: int,
+        staging_bytes: int,
+        direct_slice_bytes: int = DIRECT_SLICE_BYTES,
+        path: CopyPath = CopyPath.AUTO,
+        urgent: bool = True,
     ) -> None:
         self._runtime = runtime
         self._index = index
@@ -59,15 +87,30 @@ class CudaDevice:
         self._setup_stream = 0
         self._staging_bytes = staging_bytes
         self._host_pools = 0
+        self._path = path
+        self._urgent = urgent
         self.slice_bytes = min(slice_bytes, staging_bytes)
         self.slice_rows = _SLICE_ROWS
+        self.direct_slice_bytes = direct_slice_bytes
+        # Rows that are not staged may be many at once, so that kernels which wait for their turn wait less often.
+        self.unstaged_slice_bytes = min(max(slice_bytes, _UNSTAGED_SLICE_BYTES), direct_slice_bytes)
+        self.ramp_bytes = min(_RAMP_BYTES, self.slice_bytes)
         self.digest_slice_bytes = max(_DIGEST_SLICE_BYTES, self.slice_bytes)
         self.digest_algorithm = MLH
         self.name = ""
 
     @classmethod
     def open(
-        cls, uuid: str, digester: Digester, *, slice_bytes: int, staging_bytes: int, kernels: str = "auto"
+        cls,
+        uuid: str,
+        digester: Digester,
+        *,
+        slice_bytes: int,
+        staging_bytes: int,
+        kernels: str = "auto",
+        direct_slice_bytes: int = DIRECT_SLICE_BYTES,
+        path: CopyPath = CopyPath.AUTO,
+        urgent: bool = True,
     ) -> "CudaDevice":
         """Open the GPU with this UUID. `kernels`: ``auto`` (compiled, torch where that fails), ``nvrtc`` or ``torch``.
 
@@ -82,7 +125,16 @@ class CudaDevice:
             index = runtime.find_device(uuid)
         if index is None:
             raise DeviceFailure("device_error", f"no GPU {uuid} is visible to this process")
-        device = cls(runtime, index, digester, slice_bytes=slice_bytes, staging_bytes=staging_bytes)
+        device = cls(
+            runtime,
+            index,
+            digester,
+            slice_bytes=slice_bytes,
+            staging_bytes=staging_bytes,
+            direct_slice_bytes=direct_slice_bytes,
+            path=path,
+            urgent=urgent,
+        )
         with device._starting():
             device.prepare(kernels)
         return device
@@ -118,7 +170,7 @@ class CudaDevice:
         self.name = runtime.device_name(self._index)
         self._setup_stream = runtime.stream_create(urgent=False)
         self._counts.streams += 1
-        keys = np.ascontiguousarray(self._digester.mlh.first)
+        keys = key_table(self._digester.mlh.first)
         self._keys = DeviceMemory(runtime, self._counts, keys.nbytes)
         runtime.memcpy_async(self._keys.address, int(keys.ctypes.data), keys.nbytes, HOST_TO_DEVICE, self._setup_stream)
         runtime.stream_synchronize(self._setup_stream)
@@ -171,6 +223,13 @@ class CudaDevice:
     def device_bytes(self) -> int:
         """See `Device`: what was allocated, without the context itself."""
         return self._counts.device_bytes
+
+    def unstaged_bytes(self, pool: DevicePool, rows: tuple[RowMap, ...], chunk: ChunkWork) -> int:
+        """See `Device`."""
+        if not isinstance(pool, CudaPool):
+            return 0
+        work = SliceWork(pool, rows, (chunk,))
+        return 0 if strips_on_path(self._path, work, pool.address) is None else self.unstaged_slice_bytes
 
     def bind_thread(self) -> None:
         """See `Device`."""
@@ -286,6 +345,8 @@ class CudaDevice:
                 self._digester,
                 lane=lane,
                 staging_bytes=self._staging_bytes,
+                path=self._path,
+                urgent=self._urgent,
             )
         in_host = CpuCopier(
             self._shuttles, self._digester, LinkLimiter(0.0), HOST_SLICE_BYTES if lane is LaneKind.RESTORE else 0

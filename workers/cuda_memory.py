@@ -18,7 +18,7 @@ _TABLE_BYTES: Final = 1024 * 1024
 _SUM_BLOCKS: Final = 8192
 # Chunks are laid 16 bytes apart at most; this covers slices of many small ones without growing.
 _SLACK_BYTES: Final = 1024 * 1024
-_CHUNKS_ALIGN_BYTES: Final = 16
+_ALIGN_BYTES: Final = 16
 
 
 @contextmanager
@@ -92,13 +92,25 @@ class Move(Protocol):
         ...
 
 
-class SlotMemory:
-    """What one slice under way needs: staging, its tables, and its block sums (``source``, then ``staging``)."""
+class Mover(Protocol):
+    """Who moves them (see `SliceKernels`)."""
 
-    def __init__(self, runtime: GpuRuntime, counts: Counts, staging_bytes: int, move: Move) -> None:
+    def move(self, target: int, source: int, size_bytes: int, stream: int) -> None:
+        """Enqueue a copy."""
+        ...
+
+    def load(self, target: int, source: int, size_bytes: int, *, sums: int, sums_bytes: int, stream: int) -> None:
+        """Enqueue a copy, and zeros to `sums`."""
+        ...
+
+
+class SlotMemory:
+    """What one slice under way needs: staging, its tables, and its block sums (of the source, then of the copy)."""
+
+    def __init__(self, runtime: GpuRuntime, counts: Counts, staging_bytes: int, mover: Mover) -> None:
         self._runtime = runtime
         self._counts = counts
-        self._move = move
+        self._mover = mover
         self.staging = DeviceMemory(runtime, counts, staging_bytes + _SLACK_BYTES)
         counts.staging_bytes += self.staging.size_bytes
         self._table = DeviceMemory(runtime, counts, _TABLE_BYTES)
@@ -112,25 +124,25 @@ class SlotMemory:
         """Device memory that one takes."""
         return staging_bytes + _SLACK_BYTES + _TABLE_BYTES + _SUM_BLOCKS * SUMS * 8
 
-    def fits(self, table: SliceTable) -> bool:
+    def fits(self, table: SliceTable, *, staged: bool) -> bool:
         """Whether `grow` has nothing to do."""
         return (
-            table.staging_bytes <= self.staging.size_bytes
+            (not staged or table.staging_bytes <= self.staging.size_bytes)
             and self._table_bytes(table) <= self._table.size_bytes
             and 2 * table.block_count * SUMS * 8 <= self._sums.size_bytes
         )
 
     @staticmethod
     def _table_bytes(table: SliceTable) -> int:
-        return table.rows.nbytes + _CHUNKS_ALIGN_BYTES + len(table.chunks) * CHUNK.itemsize
+        return table.rows.nbytes + table.targets.nbytes + 2 * _ALIGN_BYTES + len(table.chunks) * CHUNK.itemsize
 
-    def grow(self, table: SliceTable) -> None:
-        """Make room for a larger slice than ever before; the slot must be idle.
+    def grow(self, table: SliceTable, *, staged: bool) -> None:
+        """Make room for a larger slice than ever before, which is `staged` or not; the slot must be idle.
 
         Raises:
             GpuError: no memory; the slot is as it was.
         """
-        if table.staging_bytes > self.staging.size_bytes:
+        if staged and table.staging_bytes > self.staging.size_bytes:
             larger = DeviceMemory(self._runtime, self._counts, table.staging_bytes + _SLACK_BYTES)
             self._counts.staging_bytes += larger.size_bytes - self.staging.size_bytes
             self.staging.close()
@@ -152,18 +164,32 @@ class SlotMemory:
         host.close()
         return made, pinned
 
-    def load(self, table: SliceTable, stream: int) -> tuple[int, int]:
-        """Enqueue the tables' way to the device and clear the sums; addresses of rows and chunks there."""
-        rows, chunks = table.rows.view(np.uint8), table.chunks.view(np.uint8)
-        start = -(-len(rows) // _CHUNKS_ALIGN_BYTES) * _CHUNKS_ALIGN_BYTES
-        host = self._table_host.array
-        host[: len(rows)] = rows
-        host[start : start + len(chunks)] = chunks
-        address = self._table.address
-        self._move(address, self._table_host.address, start + len(chunks), stream)
+    def load(self, table: SliceTable, stream: int) -> tuple[int, int, int]:
+        """Enqueue the tables' way to the device and clear the sums; addresses of rows, targets and chunks there."""
+        host, address = self._table_host.array, self._table.address
+        starts: list[int] = []
+        end = 0
+        for part in (table.rows, table.targets, table.chunks):
+            start = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+            end = start + part.nbytes
+            host[start:end] = part.view(np.uint8)
+            starts.append(address + start)
+        size = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
         self._blocks = table.block_count
-        self._runtime.memset_async(self._sums.address, 0, 2 * self._blocks * SUMS * 8, stream)
-        return address, address + start
+        self._mover.load(
+            address,
+            self._table_host.address,
+            size,
+            sums=self._sums.address,
+            sums_bytes=self._sums_bytes,
+            stream=stream,
+        )
+        return starts[0], starts[1], starts[2]
+
+    @property
+    def _sums_bytes(self) -> int:
+        """Of both sets together."""
+        return 2 * self._blocks * SUMS * 8
 
     @property
     def source_sums(self) -> int:
@@ -171,19 +197,18 @@ class SlotMemory:
         return self._sums.address
 
     @property
-    def staging_sums(self) -> int:
-        """Device address of staging's sums."""
+    def copy_sums(self) -> int:
+        """Device address of the copy's sums."""
         return self._sums.address + self._blocks * SUMS * 8
 
     def fetch_sums(self, stream: int) -> None:
         """Enqueue both sets of sums' way to the host."""
-        size = 2 * self._blocks * SUMS * 8
-        self._move(self._sums_host.address, self._sums.address, size, stream)
+        self._mover.move(self._sums_host.address, self._sums.address, self._sums_bytes, stream)
 
     @property
     def sums(self) -> tuple[Words, Words]:
-        """Sums of source and staging, each (blocks, 4); to be read once they have come, valid until the next slice."""
-        both: npt.NDArray[np.uint64] = self._sums_host.array[: 2 * self._blocks * SUMS * 8].view(np.uint64)
+        """Sums of source and copy, each (blocks, 4); to be read once they have come, valid until the next slice."""
+        both: npt.NDArray[np.uint64] = self._sums_host.array[: self._sums_bytes].view(np.uint64)
         shaped = both.reshape(2, self._blocks, SUMS)
         return shaped[0], shaped[1]
 

@@ -11,7 +11,7 @@ from shm.gpu_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, GpuError, GpuRuntime
 from shm.layout import StageLayout
 from workers.cuda_memory import Counts, DeviceMemory, translated
 from workers.device import PoolRefused
-from workers.slice_table import plane_table, vector_width
+from workers.slice_table import group_shapes, plane_table, vector_width
 
 
 @dataclass(slots=True)
@@ -112,6 +112,7 @@ class CudaPool:
         self._closed = False
         table = plane_table(layout, memory.address)
         self.width = vector_width(table)
+        self.shapes = group_shapes(layout)
         self._planes = DeviceMemory(runtime, counts, table.nbytes)
         try:
             runtime.memcpy_async(self._planes.address, int(table.ctypes.data), table.nbytes, HOST_TO_DEVICE, stream)

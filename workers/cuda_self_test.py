@@ -13,20 +13,22 @@ from workers.device import DeviceFailure, SliceWork
 from workers.digest import MLH, SUMS, Bytes, Digester
 from workers.gpu_kernels import LoadedSlice, SliceKernels
 from workers.jobs import copy_chunks
+from workers.kernel_source import COMPARE, COPY
 from workers.pieces import PoolView
 from workers.rowmap import RowMap
 from workers.slice_table import slice_table
 
 _BLOCK_TOKENS: Final = 4
-_BLOCKS: Final = 12
+_BLOCKS: Final = 16
 _TOKENS: Final = 30
 _RUNS: Final = ((7, 3), (1, 2), (11, 1), (4, 2))
+_OTHER_RUNS: Final = ((12, 4), (0, 1), (10, 1), (6, 1), (3, 1))
 # Token bytes that lead to vectors of 16, 4 and 1 bytes; the first makes a chunk longer than one block of the digest.
 _TOKEN_BYTES: Final = (48 * 1024, 20, 7)
 
 
 def run_self_test(runtime: GpuRuntime, counts: Counts, kernels: SliceKernels, digester: Digester, stream: int) -> None:
-    """Gather, digest in place and in staging, and scatter; compare all of it.
+    """Gather, digest in place and in staging, scatter, and copy from rows to rows; compare all of it.
 
     Raises:
         DeviceFailure: a kernel's answer is wrong.
@@ -39,7 +41,7 @@ def run_self_test(runtime: GpuRuntime, counts: Counts, kernels: SliceKernels, di
             pool = CudaPool(
                 runtime, counts, PoolMemory(memory.address, memory.size_bytes, _nothing), layout, event=0, stream=stream
             )
-            slot = SlotMemory(runtime, counts, 2 * layout.end_bytes, kernels.move)
+            slot = SlotMemory(runtime, counts, 2 * layout.end_bytes, kernels)
             try:
                 _Trial(runtime, counts, kernels, digester, stream).run(pool, slot)
             finally:
@@ -86,12 +88,12 @@ class _Trial:
         chunks = copy_chunks(layout, _TOKENS, (_TOKENS,))
         rows = (RowMap.parse(pack_rows(_RUNS), _BLOCKS, 8), RowMap.parse(pack_rows(((1, 1),)), 2, 1))
         work = SliceWork(pool, rows, tuple(chunks))
-        table = slice_table(work, layout)
+        table = slice_table(work, pool.shapes)
         loaded = LoadedSlice.of(pool, slot, table, self._stream)
         expected = _gathered(source, work)
         self._kernels.digest_rows(loaded, slot.source_sums, self._stream)
         self._kernels.gather(loaded, self._stream)
-        self._kernels.digest_staging(loaded, slot.staging_sums, self._stream)
+        self._kernels.digest_staging(loaded, slot.copy_sums, self._stream)
         slot.fetch_sums(self._stream)
         staged = self._fetch(slot.staging.address, table.staging_bytes)
         for number, chunk in enumerate(table.staged):
@@ -105,6 +107,7 @@ class _Trial:
                 if found != digest:
                     raise DeviceFailure("internal", f"digest of {name} at width {pool.width} gave a wrong answer")
         self._scatter(pool, loaded, work, expected, source)
+        self._copy(pool, slot, work)
 
     def _scatter(
         self, pool: CudaPool, loaded: LoadedSlice, work: SliceWork, expected: list[Bytes], source: Bytes
@@ -121,6 +124,25 @@ class _Trial:
                 at += piece.size_bytes
         if not np.array_equal(after, destroyed):
             raise DeviceFailure("internal", f"scatter at width {pool.width} gave a wrong answer")
+
+    def _copy(self, pool: CudaPool, slot: SlotMemory, work: SliceWork) -> None:
+        """To other rows and another slot; then a byte that changes must be seen."""
+        others = RowMap.parse(pack_rows(_OTHER_RUNS), _BLOCKS, 8), RowMap.parse(pack_rows(((0, 1),)), 2, 1)
+        target = work._replace(rows=others)
+        loaded = LoadedSlice.of(pool, slot, slice_table(work, pool.shapes, target), self._stream)
+        self._kernels.copy_rows(loaded, slot.source_sums, COPY | COMPARE, self._stream)
+        self._kernels.copy_rows(loaded, slot.source_sums, COMPARE, self._stream)
+        slot.fetch_sums(self._stream)
+        memory = self._fetch(pool.address, pool.size_bytes)
+        copied = all(map(np.array_equal, _gathered(memory, target), _gathered(memory, work)))
+        if not copied or slot.sums[0].any():
+            raise DeviceFailure("internal", f"copy at width {pool.width} gave a wrong answer")
+        pool.flip_byte(pool.layout.all_groups[1].planes[1].offset_bytes)
+        self._kernels.copy_rows(loaded, slot.source_sums, COMPARE, self._stream)
+        slot.fetch_sums(self._stream)
+        self._runtime.stream_synchronize(self._stream)
+        if np.flatnonzero(slot.sums[0][:, 0]).tolist() != [loaded.table.block_count - 1]:
+            raise DeviceFailure("internal", f"compare at width {pool.width} gave a wrong answer")
 
     def _fetch(self, address: int, size_bytes: int) -> Bytes:
         pinned = PinnedMemory(self._runtime, self._counts, size_bytes)

@@ -71,6 +71,14 @@ class LaneKind(Enum):
     RESTORE = "restore"
 
 
+class CopyPath(Enum):
+    """What moves rows of a GPU: kernels that gather and scatter them, its copy engines, or whichever suits a slice."""
+
+    AUTO = "auto"
+    GATHER = "gather"
+    ENGINE = "engine"
+
+
 class DevicePool(Protocol):
     """A mapped pool of an engine."""
 
@@ -183,11 +191,20 @@ class Copier(Protocol):
         """
         ...
 
-    def complete_copy(self, slot: int, target: SliceWork) -> None:
-        """Prove what `begin_capture` began and write it to other rows: `target` has the same chunks and pool.
+    def begin_copy(self, slot: int, work: SliceWork, target: SliceWork) -> None:
+        """Start to copy a slice to other rows: `target` has the same chunks and pool. A pool in device memory is
+        written from now on, one in host memory only by `complete_copy`.
 
         Raises:
-            SourceDiffers: the source changed; nothing of the slice was written.
+            DeviceFailure: the device failed; the slice's target rows are undefined.
+        """
+        ...
+
+    def complete_copy(self, slot: int) -> None:
+        """Prove, and where that is yet to be done write, what was begun.
+
+        Raises:
+            SourceDiffers: the source changed; what was begun is undefined.
             DeviceFailure: the device failed; the slice's target rows are undefined.
         """
         ...
@@ -260,8 +277,22 @@ class Device(Protocol):
         ...
 
     @property
+    def direct_slice_bytes(self) -> int:
+        """Largest useful slice of a copy from rows to rows."""
+        ...
+
+    @property
     def digest_slice_bytes(self) -> int:
         """Largest useful slice of what is only digested where it lies: nothing of it is staged."""
+        ...
+
+    @property
+    def ramp_bytes(self) -> int:
+        """Useful size of a slice of which nothing hides the time (0: any)."""
+        ...
+
+    def unstaged_bytes(self, pool: DevicePool, rows: tuple[RowMap, ...], chunk: ChunkWork) -> int:
+        """Largest useful slice of captured chunks like this one, where they are not staged; else 0."""
         ...
 
     def bind_thread(self) -> None:

@@ -2,7 +2,7 @@
 
 from ipc.messages import WorkerSpec
 from workers.cpu_device import CpuDevice
-from workers.device import Device
+from workers.device import CopyPath, Device
 from workers.digest import Digester
 from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
@@ -34,5 +34,8 @@ def make_device(spec: WorkerSpec, digester: Digester, faults: FaultBook | None =
             digester,
             slice_bytes=spec.slice_bytes,
             staging_bytes=spec.staging_bytes,
+            direct_slice_bytes=spec.direct_slice_bytes,
+            path=CopyPath(spec.copy_path),
+            urgent=spec.urgent_streams,
         )
     return FaultyDevice(device, faults) if faults is not None else device

@@ -42,6 +42,8 @@ from ipc.messages import Stage
 from shm.layout import StageLayout
 from workers.device import Copier, CopyTimes, Device, DeviceFailure, DevicePool, LaneKind, PoolRefused, SliceWork
 from workers.fault_orders import FaultBook, Hit
+from workers.jobs import ChunkWork
+from workers.rowmap import RowMap
 from workers.shuttle_map import ShuttleMap
 
 # Long enough for somebody outside to see the operation in flight, and far below any deadline.
@@ -144,10 +146,14 @@ class FaultyCopier:
             os.kill(os.getpid(), signal.SIGKILL)
         return self._inner.complete_digest(slot)
 
-    def complete_copy(self, slot: int, target: SliceWork) -> None:
+    def begin_copy(self, slot: int, work: SliceWork, target: SliceWork) -> None:
+        """See `Copier`."""
+        self._inner.begin_copy(slot, self._begin(slot, work).work, _bare(target))
+
+    def complete_copy(self, slot: int) -> None:
         """See `Copier`."""
         self._strike(self._slices[slot])
-        self._inner.complete_copy(slot, _bare(target))
+        self._inner.complete_copy(slot)
 
     def begin_restore(self, slot: int, work: SliceWork) -> None:
         """See `Copier`."""
@@ -280,9 +286,24 @@ class FaultyDevice:
         return self._inner.slice_rows
 
     @property
+    def direct_slice_bytes(self) -> int:
+        """See `Device`."""
+        return self._inner.direct_slice_bytes
+
+    @property
     def digest_slice_bytes(self) -> int:
         """See `Device`."""
         return self._inner.digest_slice_bytes
+
+    @property
+    def ramp_bytes(self) -> int:
+        """See `Device`."""
+        return self._inner.ramp_bytes
+
+    def unstaged_bytes(self, pool: DevicePool, rows: tuple[RowMap, ...], chunk: ChunkWork) -> int:
+        """See `Device`."""
+        inner = pool.inner if isinstance(pool, FaultyPool) else pool
+        return self._inner.unstaged_bytes(inner, rows, chunk)
 
     def bind_thread(self) -> None:
         """See `Device`."""

@@ -16,7 +16,7 @@ from workers.slice_table import SliceTable
 class LoadedSlice(NamedTuple):
     """A slice whose tables are (or will be, in stream order) in device memory. All addresses are the device's.
 
-    `pool` is the pool's first byte and `width` its vector width; `sums` has room for four u64 a block.
+    `pool` is the pool's first byte and `width` its vector width.
     """
 
     table: SliceTable
@@ -26,13 +26,14 @@ class LoadedSlice(NamedTuple):
     planes: int
     width: int
     rows: int
+    targets: int
     chunks: int
     staging: int
 
     @classmethod
     def of(cls, pool: CudaPool, memory: SlotMemory, table: SliceTable, stream: int) -> "LoadedSlice":
         """A slice of `pool` in a slot's memory; its tables are on their way on `stream`."""
-        rows, chunks = memory.load(table, stream)
+        rows, targets, chunks = memory.load(table, stream)
         return cls(
             table=table,
             layout=pool.layout,
@@ -41,6 +42,7 @@ class LoadedSlice(NamedTuple):
             planes=pool.planes,
             width=pool.width,
             rows=rows,
+            targets=targets,
             chunks=chunks,
             staging=memory.staging.address,
         )
@@ -70,8 +72,18 @@ class SliceKernels(Protocol):
         """Copy staging to the rows that are live."""
         ...
 
+    def copy_rows(self, loaded: LoadedSlice, differs: int, what: int, stream: int) -> None:
+        """Copy the rows to the target rows (`COPY`), compare the two (`COMPARE`), or both. Where they differ, the first
+        sum of a block in `differs` becomes 1; bytes that hold no token are not looked at.
+        """
+        ...
+
     def move(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """Copy a table or sums between page-locked host and device memory; addresses and size are multiples of 16."""
+        ...
+
+    def load(self, target: int, source: int, size_bytes: int, *, sums: int, sums_bytes: int, stream: int) -> None:
+        """`move`, and set sums to zero."""
         ...
 
     def close(self) -> None:
@@ -114,22 +126,27 @@ class CompiledKernels:
 
     def digest_rows(self, loaded: LoadedSlice, sums: int, stream: int) -> None:
         """See `SliceKernels`."""
-        self._rows("digest_rows", loaded, stream, self._keys, sums)
+        arguments = [*self._rows(loaded), c_void_p(self._keys), c_void_p(sums)]
+        self._digest(f"digest_rows_{loaded.width}", loaded, stream, arguments)
 
     def gather(self, loaded: LoadedSlice, stream: int) -> None:
         """See `SliceKernels`."""
-        self._rows("gather", loaded, stream, loaded.staging)
+        self._walk("gather", loaded, stream, [*self._rows(loaded), c_void_p(loaded.staging)])
 
     def scatter(self, loaded: LoadedSlice, stream: int) -> None:
         """See `SliceKernels`."""
-        self._rows("scatter", loaded, stream, loaded.staging)
+        self._walk("scatter", loaded, stream, [*self._rows(loaded), c_void_p(loaded.staging)])
+
+    def copy_rows(self, loaded: LoadedSlice, differs: int, what: int, stream: int) -> None:
+        """See `SliceKernels`."""
+        arguments = [*self._rows(loaded), c_void_p(loaded.targets), c_void_p(differs), c_uint(what)]
+        self._walk("copy_rows", loaded, stream, arguments)
 
     def digest_staging(self, loaded: LoadedSlice, sums: int, stream: int) -> None:
         """See `SliceKernels`."""
-        count = c_uint(len(loaded.table.chunks))
-        arguments: list[KernelArgument] = [c_void_p(loaded.chunks), count]
+        arguments: list[KernelArgument] = [c_void_p(loaded.chunks), c_uint(len(loaded.table.chunks))]
         arguments += [c_void_p(address) for address in (self._keys, loaded.staging, sums)]
-        self._launch("digest_staging", loaded, stream, arguments)
+        self._digest("digest_staging", loaded, stream, arguments)
 
     def move(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """See `SliceKernels`."""
@@ -137,16 +154,29 @@ class CompiledKernels:
         arguments: list[KernelArgument] = [c_void_p(source), c_void_p(target), c_uint(count)]
         self._runtime.launch(self._functions["move"], -(-count // THREADS), THREADS, stream, arguments)
 
-    def _rows(self, kernel: str, loaded: LoadedSlice, stream: int, *last: int) -> None:
-        count = c_uint(len(loaded.table.chunks))
-        arguments: list[KernelArgument] = [c_void_p(loaded.planes), c_void_p(loaded.chunks), count]
-        arguments.append(c_void_p(loaded.rows))
-        arguments += [c_void_p(address) for address in last]
-        self._launch(f"{kernel}_{loaded.width}", loaded, stream, arguments)
+    def load(self, target: int, source: int, size_bytes: int, *, sums: int, sums_bytes: int, stream: int) -> None:
+        """See `SliceKernels`."""
+        count, sums_count = size_bytes // MOVE_BYTES, sums_bytes // MOVE_BYTES
+        arguments: list[KernelArgument] = [c_void_p(source), c_void_p(target), c_uint(count)]
+        arguments += [c_void_p(sums), c_uint(sums_count)]
+        blocks = -(-max(count, sums_count) // THREADS)
+        self._runtime.launch(self._functions["load_tables"], blocks, THREADS, stream, arguments)
 
-    def _launch(self, kernel: str, loaded: LoadedSlice, stream: int, arguments: Sequence[KernelArgument]) -> None:
-        if loaded.table.tile_count:
-            self._runtime.launch(self._functions[kernel], loaded.table.tile_count, THREADS, stream, arguments)
+    @staticmethod
+    def _rows(loaded: LoadedSlice) -> list[KernelArgument]:
+        count = c_uint(len(loaded.table.chunks))
+        return [c_void_p(loaded.planes), c_void_p(loaded.chunks), count, c_void_p(loaded.rows)]
+
+    def _walk(self, kernel: str, loaded: LoadedSlice, stream: int, arguments: Sequence[KernelArgument]) -> None:
+        function, tiles = self._functions[f"{kernel}_{loaded.width}"], loaded.table.tile_count
+        if tiles:
+            self._runtime.launch(function, tiles, THREADS, stream, arguments)
+
+    def _digest(self, kernel: str, loaded: LoadedSlice, stream: int, arguments: Sequence[KernelArgument]) -> None:
+        columns, groups, group = loaded.table.grid
+        if columns:
+            every = [*arguments, c_uint(loaded.table.block_count), c_uint(groups), c_uint(group)]
+            self._runtime.launch(self._functions[kernel], columns * groups, THREADS, stream, every)
 
     def close(self) -> None:
         """See `SliceKernels`."""

@@ -328,20 +328,48 @@ def rows_needed(chunks: Sequence[ChunkWork], groups: int) -> list[int]:
     return needed
 
 
-def plan_slices(chunks: Sequence[ChunkWork], slice_bytes: int, slice_rows: int) -> list[SliceRange]:
-    """Cut chunks, in order, into slices of at most `slice_bytes` bytes and `slice_rows` rows.
-
-    A chunk is never cut: one that is larger than a slice is a slice of its own.
+class SliceSizes(NamedTuple):
+    """How a job is cut: slices of at most `most_bytes` bytes and `most_rows` rows. With `first_bytes` the first slice
+    has about so many bytes and sizes double from there, with `last_bytes` they halve to there at the end. Chunks of
+    which every byte belongs to a token make slices of `whole_bytes` among themselves (0: they are as all others).
     """
+
+    most_bytes: int
+    most_rows: int
+    first_bytes: int = 0
+    last_bytes: int = 0
+    whole_bytes: int = 0
+
+
+def plan_slices(chunks: Sequence[ChunkWork], sizes: SliceSizes) -> list[SliceRange]:
+    """Cut chunks, in order, into slices. A chunk is never cut: one that is larger than a slice is one by itself."""
     slices: list[SliceRange] = []
-    first = size = rows = 0
+    first = size = rows = most = 0
+    left = sum(chunk.span.length_bytes for chunk in chunks)
+    grown = sizes.first_bytes
+    whole = False
     for at, chunk in enumerate(chunks):
         length, count = chunk.span.length_bytes, max(1, chunk.span.row_count)
-        if at > first and (size + length > slice_bytes or rows + count > slice_rows):
+        other = sizes.whole_bytes and whole != is_whole(chunk)
+        if at > first and (size + length > most or rows + count > sizes.most_rows or other):
             slices.append(SliceRange(first, at - first))
+            left -= size
+            grown *= 2
             first, size, rows = at, 0, 0
+        if at == first:
+            whole = is_whole(chunk)
+            most = sizes.whole_bytes if whole and sizes.whole_bytes else sizes.most_bytes
+            if grown:
+                most = min(most, grown)
+            if sizes.last_bytes:
+                most = min(most, max(sizes.last_bytes, left // 2))
         size += length
         rows += count
     if first < len(chunks):
         slices.append(SliceRange(first, len(chunks) - first))
     return slices
+
+
+def is_whole(chunk: ChunkWork) -> bool:
+    """Whether every byte of a chunk belongs to a token."""
+    return chunk.live_rows == chunk.span.row_count and not chunk.tail_tokens

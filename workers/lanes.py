@@ -262,6 +262,11 @@ class _Run:
             self._copier.begin_digest(slot, work)
         elif self._plan.lane is LaneKind.RESTORE:
             self._copier.begin_restore(slot, work)
+        elif self._plan.written:
+            # Counted before it is written, as in a restore: in device memory that is from now on.
+            if not self._plan.pool.in_host_memory:
+                self._scattered = self._begun + 1
+            self._copier.begin_copy(slot, work, self._plan.slice_work(self._begun, written=True))
         else:
             self._copier.begin_capture(slot, work)
 
@@ -289,9 +294,8 @@ class _Run:
             self._scattered = number + 1
             copier.scatter_restore(slot)
         elif plan.written:
-            # Counted before it is written, as in a restore; a slice that was found changed is counted for nothing.
-            self._scattered = number + 1
-            copier.complete_copy(slot, plan.slice_work(number, written=True))
+            self._scattered = max(self._scattered, number + 1)
+            copier.complete_copy(slot)
         else:
             self._digests.extend(copier.complete_capture(slot))
 
@@ -302,7 +306,7 @@ class _Run:
         self._look = dict(zip(numbers, self._digests, strict=True))
         if plan.lane is LaneKind.RESTORE:
             missing = [chunk for chunk in plan.chunks if self._look.get(chunk.number) != chunk.digest]
-            self._plan = plan.of(missing, plan.limits)
+            self._plan = plan.of(missing, plan.sizes)
             self._skipped_bytes = plan.moved_bytes - self._plan.moved_bytes
         self._steps, self._digests = self._plan, []
         self._looking = False

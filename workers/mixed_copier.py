@@ -58,9 +58,13 @@ class MixedCopier:
         """See `Copier`."""
         return self._current.complete_digest(slot)
 
-    def complete_copy(self, slot: int, target: SliceWork) -> None:
+    def begin_copy(self, slot: int, work: SliceWork, target: SliceWork) -> None:
         """See `Copier`."""
-        self._current.complete_copy(slot, target)
+        self._choose(work).begin_copy(slot, work, target)
+
+    def complete_copy(self, slot: int) -> None:
+        """See `Copier`."""
+        self._current.complete_copy(slot)
 
     def begin_restore(self, slot: int, work: SliceWork) -> None:
         """See `Copier`."""

@@ -15,6 +15,7 @@ from workers.jobs import (
     ChunkWork,
     JobRefused,
     SliceRange,
+    SliceSizes,
     copy_chunks,
     digest_chunks,
     hinted_chunks,
@@ -24,13 +25,6 @@ from workers.jobs import (
     rows_needed,
 )
 from workers.rowmap import RowMap
-
-
-class SliceLimits(NamedTuple):
-    """How large slices may be."""
-
-    size_bytes: int
-    rows: int
 
 
 class PlannedJob(NamedTuple):
@@ -51,7 +45,7 @@ class PlannedJob(NamedTuple):
     chunks: tuple[ChunkWork, ...]
     slices: tuple[SliceRange, ...]
     moved_bytes: int
-    limits: SliceLimits
+    sizes: SliceSizes
     algorithm: str = ""
     op: str = ""
     stage: int = -1
@@ -71,17 +65,17 @@ class PlannedJob(NamedTuple):
         rows = self.written if written else self.rows
         return SliceWork(self.pool, rows, self.chunks[first : first + count], self.op, self.stage)
 
-    def of(self, chunks: Sequence[ChunkWork], limits: SliceLimits, *, digests_only: bool = False) -> "PlannedJob":
+    def of(self, chunks: Sequence[ChunkWork], sizes: SliceSizes, *, digests_only: bool = False) -> "PlannedJob":
         """The same job with other chunks of its image and no look."""
-        slices, group_ends = plan_slices(chunks, *limits), dict[int, int]()
+        slices, group_ends = plan_slices(chunks, sizes), dict[int, int]()
         if self.layered and not digests_only:
-            slices, group_ends = _layered_slices(chunks, limits)
+            slices, group_ends = _layered_slices(chunks, sizes)
         return self._replace(
             chunks=tuple(chunks),
             slices=tuple(slices),
             group_ends=group_ends,
             moved_bytes=bytes_of(chunks),
-            limits=limits,
+            sizes=sizes,
             digests_only=digests_only,
             look=None,
         )
@@ -119,9 +113,7 @@ def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJ
         JobRefused: the job does not fit the pool.
     """
     layout = pool.layout
-    limits, algorithm = SliceLimits(device.slice_bytes, device.slice_rows), ""
-    if pool.in_host_memory and device.digest_algorithm != XXH3:
-        limits, algorithm = limits._replace(size_bytes=min(limits.size_bytes, HOST_SLICE_BYTES)), XXH3
+    algorithm = XXH3 if pool.in_host_memory and device.digest_algorithm != XXH3 else ""
     chunks, look = _chunks(layout, message, algorithm or device.digest_algorithm)
     rows = _row_maps(layout, message.rows, [*chunks, *look])
     written: tuple[RowMap, ...] = ()
@@ -131,23 +123,24 @@ def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJ
     elif isinstance(message, RestoreJob):
         written, lane = rows, LaneKind.RESTORE
     op, stage = ("", -1) if isinstance(message, DigestJob) else (message.op, message.stage)
-    empty = PlannedJob(message.job, lane, pool, rows, written, (), (), 0, limits, algorithm, op, stage)
+    sizes = _sizes(device, pool, message, rows, chunks)
+    empty = PlannedJob(message.job, lane, pool, rows, written, (), (), 0, sizes, algorithm, op, stage)
     empty = empty._replace(layered=isinstance(message, RestoreJob) and message.layered)
-    plan = empty.of(chunks, limits, digests_only=isinstance(message, DigestJob))
+    plan = empty.of(chunks, sizes, digests_only=isinstance(message, DigestJob))
     if look:
-        larger = SliceLimits(device.digest_slice_bytes, device.slice_rows)
+        larger = SliceSizes(device.digest_slice_bytes, device.slice_rows)
         plan = plan._replace(look=empty.of(look, larger, digests_only=True))
     return plan
 
 
-def _layered_slices(chunks: Sequence[ChunkWork], limits: SliceLimits) -> tuple[list[SliceRange], dict[int, int]]:
+def _layered_slices(chunks: Sequence[ChunkWork], sizes: SliceSizes) -> tuple[list[SliceRange], dict[int, int]]:
     """Slices of which none holds chunks of two groups, and the last one of each group."""
     slices: list[SliceRange] = []
     ends: dict[int, int] = {}
     first = 0
     for group, found in groupby(chunks, lambda chunk: chunk.span.group):
         works = list(found)
-        slices += [SliceRange(first + at, count) for at, count in plan_slices(works, *limits)]
+        slices += [SliceRange(first + at, count) for at, count in plan_slices(works, sizes)]
         ends[len(slices) - 1] = group
         first += len(works)
     return slices, ends
@@ -183,6 +176,27 @@ def _chunks(layout: StageLayout, message: CopyCommand, algorithm: str) -> tuple[
         algorithms=message.algorithms,
     )
     return chunks, resident_chunks(chunks, message.resident_tokens, algorithm)
+
+
+def _sizes(
+    device: Device, pool: DevicePool, message: CopyCommand, rows: tuple[RowMap, ...], chunks: Sequence[ChunkWork]
+) -> SliceSizes:
+    """What is exposed is small: the first slice of a capture, which nothing is copied under, and the last of a restore,
+    which is scattered under nothing.
+    """
+    most_bytes, most_rows, ramp_bytes = device.slice_bytes, device.slice_rows, device.ramp_bytes
+    if pool.in_host_memory and device.digest_algorithm != XXH3:
+        return SliceSizes(min(most_bytes, HOST_SLICE_BYTES), most_rows)
+    if isinstance(message, CopyJob):
+        return SliceSizes(device.direct_slice_bytes, most_rows, device.direct_slice_bytes // 4 if ramp_bytes else 0)
+    if isinstance(message, RestoreJob):
+        return SliceSizes(most_bytes, most_rows, last_bytes=ramp_bytes)
+    if isinstance(message, DigestJob):
+        return SliceSizes(most_bytes, most_rows)
+    if chunks and (whole_bytes := device.unstaged_bytes(pool, rows, chunks[0])):
+        # Both ends are digests of rows here, of which one wait for its turn costs more than a larger slice.
+        return SliceSizes(most_bytes, most_rows, 2 * ramp_bytes, 2 * ramp_bytes, whole_bytes)
+    return SliceSizes(most_bytes, most_rows, ramp_bytes)
 
 
 def _row_maps(layout: StageLayout, packed: Sequence[bytes], chunks: Sequence[ChunkWork]) -> tuple[RowMap, ...]:

@@ -8,6 +8,8 @@ import torch
 from workers.cuda_memory import Move
 from workers.digest import BLOCK_BYTES, BLOCK_WORDS, SUMS, MlhKeys
 from workers.gpu_kernels import LoadedSlice
+from workers.kernel_source import COMPARE, COPY
+from workers.rowmap import Index
 from workers.slice_table import StagedChunk
 
 _LOW_32: Final = 0xFFFFFFFF
@@ -38,14 +40,14 @@ class TorchKernels:
     def digest_rows(self, loaded: LoadedSlice, sums: int, stream: int) -> None:
         """See `SliceKernels`."""
         with self._on(stream):
-            for chunk, number in zip(loaded.table.staged, range(len(loaded.table.staged)), strict=True):
-                self._add_sums(self._gathered(loaded, chunk, number), chunk, sums)
+            for number, chunk in enumerate(loaded.table.staged):
+                self._add_sums(self._gathered(loaded, chunk, number, loaded.table.rows), chunk, sums)
 
     def gather(self, loaded: LoadedSlice, stream: int) -> None:
         """See `SliceKernels`."""
         with self._on(stream):
             for number, chunk in enumerate(loaded.table.staged):
-                self._staged(loaded, chunk).copy_(self._gathered(loaded, chunk, number))
+                self._staged(loaded, chunk).copy_(self._gathered(loaded, chunk, number, loaded.table.rows))
 
     def digest_staging(self, loaded: LoadedSlice, sums: int, stream: int) -> None:
         """See `SliceKernels`."""
@@ -57,7 +59,27 @@ class TorchKernels:
         """See `SliceKernels`."""
         with self._on(stream):
             for number, chunk in enumerate(loaded.table.staged):
-                self._scatter(loaded, chunk, number)
+                self._scatter(loaded, chunk, number, loaded.table.rows, self._staged(loaded, chunk))
+
+    def copy_rows(self, loaded: LoadedSlice, differs: int, what: int, stream: int) -> None:
+        """See `SliceKernels`."""
+        table = loaded.table
+        with self._on(stream):
+            for number, chunk in enumerate(table.staged):
+                if what & COPY:
+                    source = self._gathered(loaded, chunk, number, table.rows)
+                    self._scatter(loaded, chunk, number, table.targets, source)
+                if what & COMPARE:
+                    source = self._gathered(loaded, chunk, number, table.rows)
+                    unequal = (source != self._gathered(loaded, chunk, number, table.targets)).any()
+                    mark = self._bytes(differs + chunk.first_block * SUMS * 8, 1)
+                    mark.copy_(unequal.to(torch.uint8).view(1))
+
+    def load(self, target: int, source: int, size_bytes: int, *, sums: int, sums_bytes: int, stream: int) -> None:
+        """See `SliceKernels`."""
+        self._move(target, source, size_bytes, stream)
+        with self._on(stream):
+            self._bytes(sums, sums_bytes).zero_()
 
     def move(self, target: int, source: int, size_bytes: int, stream: int) -> None:
         """See `SliceKernels`."""
@@ -87,14 +109,14 @@ class TorchKernels:
             for plane in loaded.layout.all_groups[chunk.work.span.group].planes
         ]
 
-    def _index(self, loaded: LoadedSlice, chunk: StagedChunk, number: int) -> torch.Tensor:
+    def _index(self, loaded: LoadedSlice, chunk: StagedChunk, number: int, rows: Index) -> torch.Tensor:
         first = int(loaded.table.chunks[number]["first_row"])
-        rows = loaded.table.rows[first : first + chunk.work.live_rows]
-        return torch.from_numpy(rows.astype("<i8")).to(self._device)
+        wanted = rows[first : first + chunk.work.live_rows]
+        return torch.from_numpy(wanted.astype("<i8")).to(self._device)
 
-    def _gathered(self, loaded: LoadedSlice, chunk: StagedChunk, number: int) -> torch.Tensor:
+    def _gathered(self, loaded: LoadedSlice, chunk: StagedChunk, number: int, rows: Index) -> torch.Tensor:
         work = chunk.work
-        index = self._index(loaded, chunk, number)
+        index = self._index(loaded, chunk, number, rows)
         out = torch.zeros(work.span.length_bytes, dtype=torch.uint8, device=self._device)
         at = 0
         row_count = work.span.row_count
@@ -107,10 +129,9 @@ class TorchKernels:
             at += size
         return out
 
-    def _scatter(self, loaded: LoadedSlice, chunk: StagedChunk, number: int) -> None:
+    def _scatter(self, loaded: LoadedSlice, chunk: StagedChunk, number: int, rows: Index, staged: torch.Tensor) -> None:
         work = chunk.work
-        index = self._index(loaded, chunk, number)
-        staged = self._staged(loaded, chunk)
+        index = self._index(loaded, chunk, number, rows)
         at = 0
         row_count = work.span.row_count
         whole = work.live_rows - (1 if work.tail_tokens else 0)

@@ -2,12 +2,15 @@
 on the device.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, Self
 
 import torch
 
 from stratad import topology
+from stratad.bench.copy_baselines import baselines
 from stratad.bench.copy_engine import CopyEngine, register
 from stratad.bench.copy_layout import USUAL_FORM, CopyShape, PlaneForm, copy_shape
 from stratad.bench.links import near
@@ -20,6 +23,9 @@ _DEVICE: Final = "cuda:0"
 # Long enough for the link to reach its rate, small enough to stay page-locked beside the shuttles.
 _LIMIT_BYTES: Final = 1 << 30
 _LIMIT_REPEATS: Final = 3
+# One product takes a millisecond or two of all multiprocessors.
+_MATRIX: Final = 8192
+_WAITING: Final = 4
 
 
 def first_gpu_uuid() -> str:
@@ -151,6 +157,24 @@ class CudaSource(CopyEngine):
         """The remembered bytes of the first stage on a card."""
         return next(expected for expected in self._expected if str(expected.device) == card)
 
+    def baselines(self) -> dict[str, float]:
+        """See `CopySource`."""
+        return baselines(self._pools[0], self._shape, self._page_locked[0])
+
+    @contextmanager
+    def saturated(self) -> Iterator[None]:
+        """Matrix products on a stream of every card, each fed by a thread: a few of them always waiting."""
+        ending = threading.Event()
+        threads = [threading.Thread(target=_multiply_until, args=(card, ending)) for card in self._cards]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            ending.set()
+            for thread in threads:
+                thread.join()
+
     def close(self) -> None:
         """Unregister and give all memory back."""
         self.unregister()
@@ -169,6 +193,22 @@ def _near_card(card: str, size_bytes: int) -> torch.Tensor:
 def _synchronize(cards: Sequence[str]) -> None:
     for card in dict.fromkeys(cards):
         torch.cuda.synchronize(card)
+
+
+def _multiply_until(card: str, ending: threading.Event) -> None:
+    stream = torch.cuda.Stream(card)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        one = torch.randn(_MATRIX, _MATRIX, dtype=torch.bfloat16, device=card)
+        result = torch.empty_like(one)
+        waiting: list[torch.cuda.Event] = []
+        while not ending.is_set():
+            torch.mm(one, one, out=result)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            waiting.append(event)
+            if len(waiting) > _WAITING:
+                waiting.pop(0).synchronize()
+    stream.synchronize()
 
 
 def _timed_copies(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:

@@ -1,5 +1,6 @@
-"""The two layouts that the copy benchmarks move: a slot cache of token rows, and a paged cache with shuffled blocks."""
+"""The layouts that the copy benchmarks move: a slot cache of token rows, and caches with shuffled rows of any size."""
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -23,6 +24,31 @@ class PlaneForm(NamedTuple):
 USUAL_FORM: Final = PlaneForm()
 
 
+class _Kind(NamedTuple):
+    """Planes of so many tokens a row, a token's bytes in one plane, and whether a slot's rows lie in random order."""
+
+    planes: int
+    token_bytes: int
+    row_tokens: int
+    shuffled: bool
+
+
+# All of them have the same bytes a token. The name of shuffled rows is their size.
+_KINDS: Final = {
+    "slot": _Kind(PLANES, TOKEN_BYTES, 1, shuffled=False),
+    "paged": _Kind(PLANES, TOKEN_BYTES, BLOCK_TOKENS, shuffled=True),
+    "rows-4k": _Kind(PLANES, TOKEN_BYTES, 4, shuffled=True),
+    "rows-64k": _Kind(PLANES, TOKEN_BYTES, 64, shuffled=True),
+    "rows-256k": _Kind(PLANES, TOKEN_BYTES, 256, shuffled=True),
+    "rows-1m": _Kind(PLANES, TOKEN_BYTES, 1024, shuffled=True),
+    # A plane for each head: four to a plane of the others.
+    "heads-256": _Kind(4 * PLANES, TOKEN_BYTES // 4, 1, shuffled=True),
+}
+LAYOUTS: Final = tuple(_KINDS)
+# All of them take a while on a CPU, and say there what these two say.
+PLAIN_LAYOUTS: Final = ("slot", "paged")
+
+
 @dataclass(frozen=True)
 class CopyShape:
     """Shape of one stage: its layout, each slot's rows in token order, and how many tokens a slot holds.
@@ -34,12 +60,17 @@ class CopyShape:
     layout: StageLayout
     slot_rows: tuple[RowRuns, ...]
     tokens: int
-    form: PlaneForm = USUAL_FORM
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one row in one plane."""
+        return self.layout.groups[0].planes[0].row_bytes
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
-        return self.tokens * self.form.planes * self.form.token_bytes
+        group = self.layout.groups[0]
+        return self.tokens * group.row_bytes // group.tokens_per_row
 
     @property
     def pool_bytes(self) -> int:
@@ -50,7 +81,7 @@ class CopyShape:
     def axes(self) -> tuple[int, int, int]:
         """Planes, rows, bytes a row."""
         group = self.layout.groups[0]
-        return self.form.planes, group.rows, group.planes[0].row_bytes
+        return len(group.planes), group.rows, group.planes[0].row_bytes
 
     def row_numbers(self, slot: int) -> list[int]:
         """A slot's rows one by one, in token order."""
@@ -67,28 +98,22 @@ def copy_shape(
     """A stage of `slots` slots of about `slot_bytes` bytes each, a whole number of chunks.
 
     Raises:
-        ValueError: `layout` is neither ``slot`` nor ``paged``.
+        ValueError: `layout` is none of `LAYOUTS`.
     """
-    plane_count, token_bytes = form
-    tokens = max(1, slot_bytes // (plane_count * token_bytes) // chunk_tokens) * chunk_tokens
-    if layout == "slot":
-        plane_bytes = slots * tokens * token_bytes
-        planes = tuple(
-            Plane(number * plane_bytes, token_bytes, token_bytes, slots * tokens) for number in range(plane_count)
-        )
-        slot_rows: tuple[RowRuns, ...] = tuple(((slot * tokens, tokens),) for slot in range(slots))
-    elif layout == "paged":
-        slot_blocks = tokens // BLOCK_TOKENS
-        blocks = slots * slot_blocks
-        row_bytes = BLOCK_TOKENS * token_bytes
-        planes = tuple(
-            Plane(number * blocks * row_bytes, row_bytes, row_bytes, blocks, BLOCK_TOKENS, token_bytes)
-            for number in range(plane_count)
-        )
-        order = list(range(blocks))
-        random.Random(blocks).shuffle(order)  # noqa: S311 - any order that is the same every time
-        slot_rows = tuple(runs_of(order[first : first + slot_blocks]) for first in range(0, blocks, slot_blocks))
+    kind = _KINDS.get(layout)
+    if kind is None:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    step = math.lcm(chunk_tokens, kind.row_tokens)
+    count, token_bytes = kind.planes * form.planes // PLANES, kind.token_bytes * form.token_bytes // TOKEN_BYTES
+    tokens = max(1, slot_bytes // (count * token_bytes) // step) * step
+    slot_rows, row_bytes = tokens // kind.row_tokens, kind.row_tokens * token_bytes
+    rows = slots * slot_rows
+    paged = (kind.row_tokens, token_bytes) if kind.row_tokens > 1 else ()
+    planes = tuple(Plane(number * rows * row_bytes, row_bytes, row_bytes, rows, *paged) for number in range(count))
+    if kind.shuffled:
+        order = list(range(rows))
+        random.Random(rows).shuffle(order)  # noqa: S311 - any order that is the same every time
+        runs: tuple[RowRuns, ...] = tuple(runs_of(order[at : at + slot_rows]) for at in range(0, rows, slot_rows))
     else:
-        raise ValueError(f"layout must be slot or paged, got {layout!r}")
-    stage = StageLayout(one_group(planes), chunk_tokens=chunk_tokens)
-    return CopyShape(stage, slot_rows, tokens, form)
+        runs = tuple(((slot * slot_rows, slot_rows),) for slot in range(slots))
+    return CopyShape(StageLayout(one_group(planes), chunk_tokens=chunk_tokens), runs, tokens)

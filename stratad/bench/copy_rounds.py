@@ -6,15 +6,15 @@ Every destination is wiped before and compared after, by the benchmark itself.
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from ipc.messages import Captured, Copied, Restored
 from stratad.bench.cards import Cards, add_cards_argument, chosen_cards
-from stratad.bench.copy_layout import PLANES, USUAL_FORM, PlaneForm
+from stratad.bench.copy_layout import LAYOUTS, PLAIN_LAYOUTS, PLANES, USUAL_FORM, PlaneForm
 from stratad.bench.daemon import PrivateDaemon
 from stratad.bench.progress import Progress
 from stratad.bench.report import Report, Row, column, worst_low
@@ -22,7 +22,7 @@ from stratad.client import Client, Ticket
 from stratad.ctl.exit_codes import ExitCode
 from stratad.ctl.output import CommandError
 
-LAYOUTS: Final = ("slot", "paged")
+PATHS: Final = ("auto", "gather", "engine")
 _MIB: Final = 1 << 20
 _CUDA_DEFAULT_MIB: Final = 4096
 _CPU_DEFAULT_MIB: Final = 256
@@ -118,6 +118,14 @@ class CopySource(Protocol):
         """
         ...
 
+    def baselines(self) -> dict[str, float]:
+        """Bytes a second of other ways to bring the first slot's rows to the host."""
+        ...
+
+    def saturated(self) -> AbstractContextManager[None]:
+        """Keep the device's multiprocessors busy with something else."""
+        ...
+
     def close(self) -> None:
         """Unregister, and give all memory back."""
         ...
@@ -141,7 +149,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--image-mib", type=int, help=f"default: {_CUDA_DEFAULT_MIB} on cuda, {_CPU_DEFAULT_MIB} on cpu"
     )
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all")
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=LAYOUTS,
+        help=f"rows-*, heads-*: shuffled rows of that size (default: all on cuda, {', '.join(PLAIN_LAYOUTS)} on cpu)",
+    )
+    parser.add_argument(
+        "--paths",
+        nargs="+",
+        choices=PATHS,
+        default=["auto"],
+        help="values of copy.path, each with a daemon of its own; on cuda only (default: auto)",
+    )
+    parser.add_argument("--slice-mib", type=int, help="copy.slice_bytes and copy.staging_bytes (default: the daemon's)")
+    parser.add_argument(
+        "--saturate",
+        action="store_true",
+        help="keep the GPU busy with matrix products while its copies are measured; on cuda only",
+    )
 
 
 def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -> Report:
@@ -156,37 +182,64 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
         if value < 1:
             raise CommandError(ExitCode.USAGE, "bad_value", f"{option} must be at least 1, got {value}")
     image_bytes = args.image_mib * _MIB
+    if not on_cuda and (args.saturate or args.paths != ["auto"]):
+        raise CommandError(ExitCode.USAGE, "bad_value", "--paths and --saturate are for --device cuda")
+    layouts = args.layouts or (LAYOUTS if on_cuda else PLAIN_LAYOUTS)
     settings = {
         "daemon.devices": cards.devices,
         "ram.budget_bytes": str(int(_BUDGET_IMAGES * image_bytes) + 64 * _MIB * len(cards.names)),
     }
+    if args.slice_mib:
+        settings |= dict.fromkeys(("copy.staging_bytes", "copy.slice_bytes"), f"{args.slice_mib}MiB")
     rows: list[Row] = []
-    device_name = ""
-    with PrivateDaemon.start(settings) as daemon:
-        progress(f"{bench.name}: waiting for the daemon's workers")
-        client, _ = daemon.connect()
-        with client:
-            # Each layout has its turn in each round; one at a time holds device memory.
-            for number in range(args.rounds + 1):
-                for layout in args.layouts:
-                    when = f"round {number} of {args.rounds}" if number else "warm-up"
-                    progress(f"{bench.name}: {layout}, {when}")
-                    slot_bytes = image_bytes // args.stages
-                    with open_on(client, layout, args.stages, slot_bytes, bench.slots, cards=cards) as source:
-                        found = bench.measure(client, source, number)
-                        device_name = source.device_name
-                    if number:  # the first touches memory that nobody had used before
-                        rows += [{"round": number - 1, "layout": layout, **row} for row in found]
-            welcome = client.welcome
+    device_name, welcome = "", None
+    for path in args.paths:
+        with PrivateDaemon.start({**settings, "copy.path": path}) as daemon:
+            progress(f"{bench.name}: waiting for the daemon's workers")
+            client, _ = daemon.connect()
+            with client:
+                found, device_name = _rounds(bench, client, args, layouts, cards=cards, progress=progress)
+                rows += [{**row, "path": path} for row in found] if on_cuda else found
+                welcome = client.welcome
+    assert welcome is not None, "there is one path at least"
     report_settings: Row = {
         "device": "cuda" if on_cuda else "cpu",
         "device_name": device_name,
         "cards": list(cards.names),
         "stages": args.stages,
         "image_bytes": image_bytes,
+        "saturated": args.saturate,
     }
     ratios: Row = {name: worst_low(column(rows, "over_limit", op=op)) for name, op in bench.ratios.items()}
     return Report(bench.name, rows, ratios, report_settings, welcome)
+
+
+def _rounds(
+    bench: CopyBench,
+    client: Client,
+    args: argparse.Namespace,
+    layouts: Sequence[str],
+    *,
+    cards: Cards,
+    progress: Progress,
+) -> tuple[list[Row], str]:
+    """All rounds with one daemon, and the device's name. Each layout has its turn in each round; one at a time holds
+    device memory.
+    """
+    rows: list[Row] = []
+    device_name = ""
+    slot_bytes = args.image_mib * _MIB // args.stages
+    for number in range(args.rounds + 1):
+        for layout in layouts:
+            when = f"round {number} of {args.rounds}" if number else "warm-up"
+            progress(f"{bench.name}: {layout}, {when}")
+            with open_on(client, layout, args.stages, slot_bytes, bench.slots, cards=cards) as source:
+                device_name = source.device_name
+                with source.saturated() if args.saturate else nullcontext():
+                    found = bench.measure(client, source, number)
+            if number:  # the first touches memory that nobody had used before
+                rows += [{"round": number - 1, "layout": layout, **row} for row in found]
+    return rows, device_name
 
 
 def wants_cuda(args: argparse.Namespace) -> bool:
@@ -265,10 +318,13 @@ def copy_row(
         "gb_per_s": round(rate / 1e9, 3),
         "limit_gb_per_s": round(limit_bytes_per_s / 1e9, 3),
         "over_limit": round(rate / limit_bytes_per_s, 4),
+        "lane_over_limit": round(source.image_bytes / lane_s / limit_bytes_per_s, 4) if lane_s else None,
         "digest_s": round(max((stage.digest_s for stage in reply.stages), default=0.0), 5),
         "copy_s": round(max((stage.copy_s for stage in reply.stages), default=0.0), 5),
         "lane_s": round(lane_s, 5),
-        # What the daemon, the wire and the client add to the slowest lane.
+        # What the daemon, the wire and the client add to the slowest lane; part of it the worker saw.
         "overhead_s": round(seconds - lane_s, 5),
+        "event_s": round(max((stage.event_s for stage in reply.stages), default=0.0), 5),
+        "queue_s": round(max((stage.queue_s for stage in reply.stages), default=0.0), 5),
         "byte_exact": True,
     }

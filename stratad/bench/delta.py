@@ -12,9 +12,8 @@ from typing import Final
 
 from ipc.messages import Captured, Restored
 from shm.rows import pack_numbers
-from stratad.bench.copy_layout import BLOCK_TOKENS, TOKEN_BYTES
+from stratad.bench.copy_layout import BLOCK_TOKENS, PLAIN_LAYOUTS, TOKEN_BYTES
 from stratad.bench.copy_rounds import (
-    LAYOUTS,
     CopySource,
     add_device_argument,
     first_gpu,
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefix-tokens", type=int, default=32_768, help="tokens that they share (default: 32768)")
     parser.add_argument("--tail-tokens", type=int, default=608, help="tokens of each one's own (default: 608)")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all")
+    parser.add_argument("--layouts", nargs="+", choices=PLAIN_LAYOUTS, default=list(PLAIN_LAYOUTS), help="default: all")
 
 
 def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report:

@@ -13,8 +13,8 @@ from contextlib import ExitStack, closing
 from typing import Final
 
 from stratad.bench.cards import add_cards_argument, chosen_cards
-from stratad.bench.copy_layout import PlaneForm
-from stratad.bench.copy_rounds import LAYOUTS, CopySource, add_device_argument, open_on, timed, wants_cuda
+from stratad.bench.copy_layout import LAYOUTS, PlaneForm
+from stratad.bench.copy_rounds import CopySource, add_device_argument, open_on, timed, wants_cuda
 from stratad.bench.cpu_engine import NAMESPACE
 from stratad.bench.daemon import PrivateDaemon
 from stratad.bench.links import BOTH, CAPTURE, RESTORE, Links, open_links, rates

@@ -20,7 +20,7 @@ from tests.support.layouts import packed_positions, packed_rows, positions
 from workers.cuda_device import CudaDevice
 from workers.cuda_memory import Counts
 from workers.cuda_pool import CudaPool, PoolMemory
-from workers.device import Device, DevicePool, LaneKind
+from workers.device import CopyPath, Device, DevicePool, LaneKind
 from workers.digest import Digester
 from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
@@ -109,11 +109,12 @@ class GpuRig:
         kernels: str = "nvrtc",
         faults: dict[str, str] | None = None,
         shuttle_bytes: Sequence[int] = (256 * MIB,),
+        path: CopyPath = CopyPath.AUTO,
     ) -> None:
         self.digester = Digester(KEY)
         self.runtime = GpuRuntime.load()
         self.cuda = CudaDevice.open(
-            gpu_uuid(), self.digester, slice_bytes=slice_bytes, staging_bytes=slice_bytes, kernels=kernels
+            gpu_uuid(), self.digester, slice_bytes=slice_bytes, staging_bytes=slice_bytes, kernels=kernels, path=path
         )
         self.cuda.bind_thread()
         self.device: Device = FaultyDevice(self.cuda, FaultBook(faults)) if faults else self.cuda

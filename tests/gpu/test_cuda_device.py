@@ -26,7 +26,7 @@ from tests.support.layouts import packed_rows, positions, stage_layout  # noqa: 
 from tests.support.wait import wait_until  # noqa: E402
 from workers.cuda_memory import Counts, SlotMemory  # noqa: E402
 from workers.cuda_pool import CudaPool  # noqa: E402
-from workers.device import PoolRefused, SliceWork  # noqa: E402
+from workers.device import CopyPath, PoolRefused, SliceWork  # noqa: E402
 from workers.digest import MLH, XXH3  # noqa: E402
 from workers.gpu_kernels import LoadedSlice  # noqa: E402
 from workers.jobs import capture_chunks  # noqa: E402
@@ -66,6 +66,12 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def rig() -> Iterator[GpuRig]:
     with GpuRig(slice_bytes=8 * MIB) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def engine_rig() -> Iterator[GpuRig]:
+    with GpuRig(slice_bytes=8 * MIB, path=CopyPath.ENGINE) as made:
         yield made
 
 
@@ -123,6 +129,17 @@ def test_known_answers(kernels: str) -> None:
 @pytest.mark.parametrize("name", list(LAYOUTS))
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
 def test_capture_and_restore_equal_the_model(rig: GpuRig, name: str, order: str) -> None:
+    check_capture_and_restore(rig, name, order)
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+@pytest.mark.parametrize("order", ["ascending", "shuffled"])
+def test_the_copy_engines_bring_the_same(engine_rig: GpuRig, name: str, order: str) -> None:
+    check_capture_and_restore(engine_rig, name, order)
+
+
+def check_capture_and_restore(rig: GpuRig, name: str, order: str) -> None:
+    """Stored is what the model says, and it comes back."""
     layout, tokens, slot = LAYOUTS[name]
     random = np.random.default_rng(tokens)
     rows = list(range(layout.groups[0].rows_for(tokens)))
@@ -398,14 +415,14 @@ def kernel_rates(rig: GpuRig, pool: CudaPool, rows: list[int]) -> dict[str, floa
     places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens)]
     chunks = capture_chunks(layout, tokens, (), places)
     work = SliceWork(pool, row_maps(layout, rows, -1), tuple(chunks))
-    table = slice_table(work, layout)
-    slot = SlotMemory(rig.runtime, Counts(), 64 * MIB, rig.cuda.kernels.move)
+    table = slice_table(work, pool.shapes)
+    slot = SlotMemory(rig.runtime, Counts(), 64 * MIB, rig.cuda.kernels)
     loaded = LoadedSlice.of(pool, slot, table, rig.stream)
     kernels = rig.cuda.kernels
     calls: dict[str, Callable[[], None]] = {
         "digest_rows": lambda: kernels.digest_rows(loaded, slot.source_sums, rig.stream),
         "gather": lambda: kernels.gather(loaded, rig.stream),
-        "digest_staging": lambda: kernels.digest_staging(loaded, slot.staging_sums, rig.stream),
+        "digest_staging": lambda: kernels.digest_staging(loaded, slot.copy_sums, rig.stream),
         "scatter": lambda: kernels.scatter(loaded, rig.stream),
     }
     found = {}

@@ -6,13 +6,13 @@ import pytest
 
 from shm.layout import check_layout
 from shm.rows import row_count, sorted_runs
-from stratad.bench.copy_layout import copy_shape
+from stratad.bench.copy_layout import LAYOUTS, copy_shape
 
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-@pytest.mark.parametrize("layout", ["slot", "paged"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_byte_of_the_pool_is_in_one_slot(layout: str, slots: int) -> None:
     shape = copy_shape(layout, 64 * MIB, 256, slots)
     check_layout(shape.layout, shape.pool_bytes)
@@ -27,7 +27,7 @@ def test_every_byte_of_the_pool_is_in_one_slot(layout: str, slots: int) -> None:
     assert sum(chunk.length_bytes for chunk in chunks) == shape.slot_bytes
 
 
-@pytest.mark.parametrize("layout", ["slot", "paged"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_axes_are_those_of_the_planes(layout: str) -> None:
     shape = copy_shape(layout, 32 * MIB, 256, 2)
     planes, rows, row_bytes = shape.axes
@@ -46,10 +46,18 @@ def test_paged_blocks_are_shuffled_the_same_way_each_time() -> None:
     assert last[0] < first[-1], "the slots lie among each other"
 
 
+def test_shuffled_rows_have_the_size_in_their_name() -> None:
+    sizes = {"4k": 4096, "64k": 65536, "256k": 262_144, "1m": MIB, "256": 256}
+    for name in LAYOUTS[2:]:
+        shape = copy_shape(name, 256 * MIB, 256, 2)
+        assert shape.piece_bytes == sizes[name.partition("-")[2]]
+        assert len(shape.slot_rows[0]) > shape.layout.groups[0].rows_for(shape.tokens) // 2
+
+
 def test_at_least_one_chunk() -> None:
     assert copy_shape("slot", 1, 256).tokens == 256
 
 
 def test_no_other_layout() -> None:
-    with pytest.raises(ValueError, match="slot or paged"):
+    with pytest.raises(ValueError, match="one of slot, paged, "):
         copy_shape("ring", MIB, 256)

@@ -38,6 +38,9 @@ typedef std::function<void()> Action;
 typedef Action (*Launcher)(unsigned, void**);  // takes the values of the parameters along
 static std::map<std::string, Launcher> kernels;
 static int failure = 0, sync_failure = 0, event_failure = 0, ranges_hidden = 0;
+static long copies_2d = 0, copies_batched = 0;
+static int runtime_version = 13000;
+static std::map<void*, int> timed;  // events that take the time
 static int pending_event = 0, refused_events = 0, deferring = 0;
 static long handles = 1, live = 0, waits = 0, waits_for_events = 0, records = 0;
 
@@ -129,6 +132,48 @@ API cudaMemcpyAsync(void* to, const void* from, size_t n, int kind, void* stream
   enqueue(stream, {[=] { memcpy(to, from, n); }});
   return 0;
 }
+API cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
+                      int kind, void* stream) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (failure) { int code = failure; failure = 0; return code; }
+  if (!width || !height || to_pitch < width || from_pitch < width) return 1;
+  size_t to_size = to_pitch * (height - 1) + width, from_size = from_pitch * (height - 1) + width;
+  const void* device = kind == 1 ? to : from;
+  const void* host = kind == 1 ? from : to;
+  if (!inside(allocations, device, kind == 1 ? to_size : from_size)) return 1;
+  if (!inside(kind == 4 ? allocations : locked, host, kind == 1 ? from_size : to_size)) return 1;
+  copies_2d++;
+  enqueue(stream, {[=] {
+    for (size_t n = 0; n < height; ++n) memcpy((byte*)to + n * to_pitch, (const byte*)from + n * from_pitch, width);
+  }});
+  return 0;
+}
+API cudaRuntimeGetVersion(int* version) { *version = runtime_version; return 0; }
+static int batch(void** to, void** from, size_t* sizes, size_t count, const int* attributes, size_t* first,
+                 size_t kinds, void* stream) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (failure) { int code = failure; failure = 0; return code; }
+  if (!stream || kinds != 1 || *first != 0 || attributes[0] != 1) return 1;
+  for (size_t n = 0; n < count; ++n) {
+    bool in = inside(allocations, from[n], sizes[n]), out = inside(allocations, to[n], sizes[n]);
+    if (!(in || inside(locked, from[n], sizes[n])) || !(out || inside(locked, to[n], sizes[n]))) return 1;
+    void *target = to[n], *source = from[n]; size_t size = sizes[n];
+    enqueue(stream, {[=] { memcpy(target, source, size); }});
+  }
+  copies_batched += count;
+  return 0;
+}
+// Since CUDA 13; before, an index of the copy that failed came before the stream.
+API cudaMemcpyBatchAsync(void** to, void** from, size_t* sizes, size_t count, const int* attributes, size_t* first,
+                         size_t kinds, void* seventh, void* eighth) {
+  return batch(to, from, sizes, count, attributes, first, kinds, runtime_version < 13000 ? eighth : seventh);
+}
+API cudaEventElapsedTime(float* elapsed_ms, void* start, void* end) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (!timed.count(start) || !timed.count(end) || pending.count(last_record[end])) return 1;
+  *elapsed_ms = 1.0f;
+  return 0;
+}
 API cudaMemsetAsync(void* p, int v, size_t n, void* stream) {
   std::lock_guard<std::mutex> hold(lock);
   if (!inside(allocations, p, n)) return 1;
@@ -159,7 +204,11 @@ API cudaStreamWaitEvent(void* s, void* e, unsigned) {
   return 0;
 }
 API cudaDeviceGetStreamPriorityRange(int* a, int* b) { *a = 0; *b = -5; return 0; }
-API cudaEventCreateWithFlags(void** e, unsigned) { live++; *e = (void*)(handles++); return 0; }
+API cudaEventCreateWithFlags(void** e, unsigned flags) {
+  live++; *e = (void*)(handles++);
+  if (!(flags & 2)) timed[*e] = 1;
+  return 0;
+}
 API cudaEventDestroy(void*) { live--; return 0; }
 API cudaEventRecord(void* e, void* s) {
   std::lock_guard<std::mutex> hold(lock);
@@ -237,6 +286,9 @@ extern "C" void fail_next_sync(int code) { sync_failure = code; }
 extern "C" void fail_next_event_wait(int code) { event_failure = code; }
 extern "C" void hide_ranges(int yes) { ranges_hidden = yes; }
 extern "C" void refuse_events(int code) { refused_events = code; }
+extern "C" void be_version(int version) { runtime_version = version; }
+extern "C" long two_dimensional_copies() { return copies_2d; }
+extern "C" long batched_copies() { return copies_batched; }
 extern "C" long stream_waits() { return waits; }
 extern "C" long event_waits_done() { return waits_for_events; }
 extern "C" void event_waits(int turns) { pending_event = turns; }
@@ -249,9 +301,13 @@ extern "C" long live_locks() { return (long)locked.size(); }
 def _launcher(kernel: str) -> str:
     rows = ["const Plane*", "const Chunk*", "u32", "const u32*"]
     if kernel.startswith("digest_rows"):
-        kinds = [*rows, "const u64*", "u64*"]
+        kinds = [*rows, "const u64*", "u64*", "u32", "u32", "u32"]
+    elif kernel.startswith("copy_rows"):
+        kinds = [*rows, "const u32*", "u64*", "u32"]
     elif kernel == "digest_staging":
-        kinds = ["const Chunk*", "u32", "const u64*", "const u8*", "u64*"]
+        kinds = ["const Chunk*", "u32", "const u64*", "const u8*", "u64*", "u32", "u32", "u32"]
+    elif kernel == "load_tables":
+        kinds = ["const uint4*", "uint4*", "u32", "uint4*", "u32"]
     elif kernel == "move":
         kinds = ["const uint4*", "uint4*", "u32"]
     else:

@@ -15,7 +15,7 @@ from tests.unit.workers.fake_gpu import UUID
 from tests.unit.workers.rig import KEY, NEVER
 from tests.unit.workers.shape_checks import SLICE_BYTES, granules_of
 from workers.cuda_device import CudaDevice
-from workers.device import Device, LaneKind
+from workers.device import CopyPath, Device, LaneKind
 from workers.digest import Bytes, Digester
 from workers.fault_orders import FaultBook
 from workers.faulty import FaultyDevice
@@ -38,12 +38,20 @@ class Gpu:
         granules: int = 160,
         pool_bytes: int = 0,
         seed: int = 1,
+        path: CopyPath = CopyPath.AUTO,
     ) -> None:
         self.runtime = runtime
         self.layout = layout
         self.pool_bytes = pool_bytes or layout.end_bytes
         self.digester = DIGESTER
-        self.cuda = CudaDevice.open(UUID, self.digester, slice_bytes=slice_bytes, staging_bytes=slice_bytes)
+        self.cuda = CudaDevice.open(
+            UUID,
+            self.digester,
+            slice_bytes=slice_bytes,
+            staging_bytes=slice_bytes,
+            direct_slice_bytes=slice_bytes,
+            path=path,
+        )
         self.allocation = runtime.malloc(self.pool_bytes + 4096)
         self.offset = 512
         memory = (ctypes.c_ubyte * self.pool_bytes).from_address(self.allocation + self.offset)
@@ -86,7 +94,14 @@ class CaseGpu(Gpu):
     """The same with lanes and an open pool, for one case. `with` it."""
 
     def __init__(
-        self, runtime: GpuRuntime, case: Case, seed: int, faults: dict[str, str] | None = None, granules: int = 0
+        self,
+        runtime: GpuRuntime,
+        case: Case,
+        seed: int,
+        faults: dict[str, str] | None = None,
+        *,
+        granules: int = 0,
+        path: CopyPath = CopyPath.AUTO,
     ) -> None:
         super().__init__(
             runtime,
@@ -95,6 +110,7 @@ class CaseGpu(Gpu):
             granules=granules or granules_of(case),
             pool_bytes=case.pool_bytes,
             seed=seed,
+            path=path,
         )
         self.device: Device = FaultyDevice(self.cuda, FaultBook(faults)) if faults else self.cuda
         self.lanes = {kind: Lane(kind, self.device.copier(kind)) for kind in LaneKind}

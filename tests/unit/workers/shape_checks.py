@@ -120,9 +120,10 @@ def check_copy(runner: Runner, case: Case) -> None:
     assert (done.moved_bytes, done.digests) == (sum(span.length_bytes for span in case.spans), b"")
 
 
-def check_copy_that_fails(runner: Runner, case: Case, slice_number: int, code: str) -> None:
+def check_copy_that_fails(runner: Runner, case: Case, slice_number: int, code: str, *, early: bool = False) -> None:
     """A copy that `code` ends at slice `slice_number` (where it has so many): slices before it are copied, of the rest
-    nothing; what may be written is named. A changed source differs in its one byte.
+    nothing, or (`early`: on a device that writes what was begun) it and the one after it; what may be written is named.
+    A changed source differs in its one byte.
     """
     before = runner.memory.copy()
     slices = runner.plan(case.copy_job()).slices
@@ -136,18 +137,25 @@ def check_copy_that_fails(runner: Runner, case: Case, slice_number: int, code: s
     first, count = slices[slice_number]
     if code == "source_changed":
         assert first <= report.chunk < first + count
-    expected = case.copied(before, case.spans[:first])
+    next_slice = slices[min(slice_number + 1, len(slices) - 1)]
+    end = next_slice.first + next_slice.chunks if early else first
+    expected = case.copied(before, case.spans[:end])
     assert int((runner.memory != expected).sum()) == (code == "source_changed")
-    written, begun = case.targets(case.spans[:first]), case.targets(case.spans[: first + count])
     named = rows_in(report.rows_undefined) or tuple(() for _ in case.target)
+    if early:
+        assert named == case.targets(case.spans[:end])
+        return
+    written, begun = case.targets(case.spans[:first]), case.targets(case.spans[: first + count])
     for must, may, rows in zip(written, begun, named, strict=True):
         assert set(must) <= set(rows) <= set(may)
     if code not in {"source_changed", "cancelled"}:  # it struck while the slice was written
         assert named == begun
 
 
-def check_copy_that_is_cancelled(runner: Runner, case: Case, after: int) -> None:
-    """A copy that is cancelled after `after` slices has copied those and names their rows, and no others."""
+def check_copy_that_is_cancelled(runner: Runner, case: Case, after: int, *, early: bool = False) -> None:
+    """A copy that is cancelled after `after` slices has copied those (`early`: and the one that was begun) and names
+    their rows, and no others.
+    """
     before = runner.memory.copy()
     slices = runner.plan(case.copy_job()).slices
     asked: list[int] = []
@@ -163,6 +171,7 @@ def check_copy_that_is_cancelled(runner: Runner, case: Case, after: int) -> None
     assert isinstance(report, JobFailed)
     assert report.code == "cancelled"
     done = case.spans[: slices[after].first]
-    assert np.array_equal(runner.memory, case.copied(before, done))
-    assert (rows_in(report.rows_undefined) or tuple(() for _ in case.target)) == case.targets(done)
+    begun = case.spans[: slices[after].first + slices[after].chunks] if early and after else done
+    assert np.array_equal(runner.memory, case.copied(before, begun))
+    assert (rows_in(report.rows_undefined) or tuple(() for _ in case.target)) == case.targets(begun)
     assert report.moved_bytes == sum(span.length_bytes for span in done)

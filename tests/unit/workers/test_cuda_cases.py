@@ -20,11 +20,13 @@ from tests.unit.workers.shape_checks import (
     check_digests_that_are_cancelled,
     rows_in,
 )
+from workers.device import CopyPath
 from workers.digest import MLH
 from workers.gpu_kernels import LoadedSlice
 
 SEEDS = st.integers(0, 2**32)
 SLICES = st.integers(0, 6)
+PATHS = st.sampled_from(list(CopyPath))
 # The fixtures make nothing that an example changes.
 FIXTURES: Final = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 
@@ -44,11 +46,11 @@ def test_a_slot_is_not_used_again_before_its_last_scatter_has_read_it(runtime: G
 
 
 @settings(max_examples=60, suppress_health_check=FIXTURES)
-@given(cases(), SEEDS, st.data())
+@given(cases(), SEEDS, PATHS, st.data())
 def test_captured_bytes_are_the_models_and_come_back(
-    runtime: GpuRuntime, case: Case, seed: int, data: st.DataObject
+    runtime: GpuRuntime, case: Case, seed: int, path: CopyPath, data: st.DataObject
 ) -> None:
-    with CaseGpu(runtime, case, seed) as gpu:
+    with CaseGpu(runtime, case, seed, path=path) as gpu:
         check_capture_and_restore(gpu, case, data.draw(st.integers(0, case.tokens)), MLH)
 
 
@@ -87,7 +89,7 @@ def test_a_copy_that_fails_has_written_what_it_names(
     runtime: GpuRuntime, case: Case, seed: int, number: int, fault: tuple[str, str]
 ) -> None:
     with CaseGpu(runtime, case, seed, {fault[0]: str(number + 1)}) as gpu:
-        check_copy_that_fails(gpu, case, number, fault[1])
+        check_copy_that_fails(gpu, case, number, fault[1], early=True)
 
 
 @settings(max_examples=40, suppress_health_check=FIXTURES)
@@ -96,10 +98,10 @@ def test_a_copy_that_is_cancelled_names_what_it_has_written(
     runtime: GpuRuntime, case: Case, seed: int, after: int
 ) -> None:
     with CaseGpu(runtime, case, seed) as gpu:
-        check_copy_that_is_cancelled(gpu, case, after)
+        check_copy_that_is_cancelled(gpu, case, after, early=True)
 
 
-def test_a_scatter_that_fails_halfway_names_the_targets_of_its_slice(
+def test_a_copy_that_fails_halfway_names_the_targets_of_its_slice(
     runtime: GpuRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = slot_layout(planes=1, row_bytes=64, rows=64, chunk_tokens=4)
@@ -107,15 +109,15 @@ def test_a_scatter_that_fails_halfway_names_the_targets_of_its_slice(
     case = Case(layout, layout.end_bytes, 20, (), (rows, ()), (target, ()), (20,))
     with CaseGpu(runtime, case, 1) as gpu:
         before = gpu.memory.copy()
-        scatter, calls = gpu.cuda.kernels.scatter, list[int]()
+        copy_rows, calls = gpu.cuda.kernels.copy_rows, list[int]()
 
-        def breaks(loaded: LoadedSlice, stream: int) -> None:
-            scatter(loaded, stream)
+        def breaks(loaded: LoadedSlice, differs: int, what: int, stream: int) -> None:
+            copy_rows(loaded, differs, what, stream)
             calls.append(1)
             if len(calls) == 3:
                 raise GpuError("cuLaunchKernel", 719, "made up")
 
-        monkeypatch.setattr(gpu.cuda.kernels, "scatter", breaks)
+        monkeypatch.setattr(gpu.cuda.kernels, "copy_rows", breaks)
         report = gpu.run(case.copy_job())
         assert isinstance(report, JobFailed)
         assert report.code == "device_error"

@@ -18,6 +18,7 @@ from workers.jobs import (
     JobRecord,
     JobRefused,
     JobState,
+    SliceSizes,
     capture_chunks,
     plan_slices,
     restore_chunks,
@@ -53,7 +54,7 @@ def chunk(number: int, length: int, rows: int = 1) -> ChunkWork:
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 100), st.integers(1, 8))
 def test_slices_cover_all_chunks_in_order_within_their_bounds(lengths: list[int], size: int, rows: int) -> None:
     chunks = [chunk(n, length) for n, length in enumerate(lengths)]
-    slices = plan_slices(chunks, size, rows)
+    slices = plan_slices(chunks, SliceSizes(size, rows))
     covered = [n for first, count in slices for n in range(first, first + count)]
     assert covered == list(range(len(lengths)))
     for first, count in slices:
@@ -61,6 +62,35 @@ def test_slices_cover_all_chunks_in_order_within_their_bounds(lengths: list[int]
     # No slice could have taken the next chunk as well.
     for (first, count), _ in itertools.pairwise(slices):
         assert sum(lengths[first : first + count + 1]) > size or count + 1 > rows
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 200), st.integers(0, 60), st.integers(0, 60)
+)
+def test_slices_grow_from_the_first_and_shrink_to_the_last(
+    lengths: list[int], most: int, first: int, last: int
+) -> None:
+    chunks = [chunk(n, length) for n, length in enumerate(lengths)]
+    slices = plan_slices(chunks, SliceSizes(most, 1000, first, last))
+    assert [n for at, count in slices for n in range(at, at + count)] == list(range(len(lengths)))
+    left = sum(lengths)
+    for number, (at, count) in enumerate(slices):
+        size = sum(lengths[at : at + count])
+        bound = min(most, first << number) if first else most
+        if last:
+            bound = min(bound, max(last, left // 2))
+        assert count == 1 or size <= bound
+        assert at + count == len(lengths) or size + lengths[at + count] > bound
+        left -= size
+
+
+def test_slices_of_whole_chunks_are_large_and_hold_no_others() -> None:
+    chunks = [chunk(n, 10) for n in range(9)]
+    for number in (4, 8):
+        chunks[number] = chunks[number]._replace(live_rows=0)
+    slices = plan_slices(chunks, SliceSizes(20, 1000, whole_bytes=40))
+    assert [tuple(entry) for entry in slices] == [(0, 4), (4, 1), (5, 3), (8, 1)]
+    assert [count for _, count in plan_slices(chunks, SliceSizes(20, 1000))] == [2, 2, 2, 2, 1]
 
 
 def test_restore_of_a_prefix_takes_the_chunks_that_hold_it() -> None:

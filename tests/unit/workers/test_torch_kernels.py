@@ -15,7 +15,7 @@ from tests.unit.workers.test_kernels import HostPool, case_work
 from workers.device import SliceWork
 from workers.digest import MLH, Bytes, Digester
 from workers.gpu_kernels import LoadedSlice
-from workers.slice_table import slice_table
+from workers.slice_table import group_shapes, slice_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +81,7 @@ def test_torch_operations_do_what_the_model_says(case: Case, seed: int) -> None:
 
 def loaded_slice(pool: HostPool, work: SliceWork) -> tuple[LoadedSlice, Bytes]:
     """A slice as the kernels see it, and its staging."""
-    table = slice_table(work, pool.layout)
+    table = slice_table(work, group_shapes(pool.layout))
     staging = np.full(table.staging_bytes, 0xEE, np.uint8)
     address, size = int(pool.memory.ctypes.data), len(pool.memory)
-    return LoadedSlice(table, pool.layout, address, size, 0, 1, 0, 0, int(staging.ctypes.data)), staging
+    return LoadedSlice(table, pool.layout, address, size, 0, 1, 0, 0, 0, int(staging.ctypes.data)), staging
