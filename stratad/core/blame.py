@@ -89,8 +89,11 @@ def stands_back(state: State, op: Operation, worker: Worker) -> bool:
     if own is not None and own.alone:
         return bool(worker.jobs)
     others = [running for running, _ in worker.jobs.values()]
+    # One that has missed chunks waits as well, and began before all that has not.
     others += [
-        w for w in state.waiting.values() if w.op_id < op.op_id and any(r.worker == worker.name for r in w.stages)
+        w
+        for w in (*state.short.values(), *state.waiting.values())
+        if w.op_id < op.op_id and any(r.worker == worker.name for r in w.stages)
     ]
     return any((found := suspect_of(state, other)) is not None and found.alone for other in others)
 

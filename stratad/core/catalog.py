@@ -6,7 +6,7 @@ Life of a chunk's extents::
                        `-----discard--------------------------------------------------------------> free
 
 What a capture expects to be stored already (its *hints*) it holds, and reserves nothing for it. Once the digests have
-proven it, the image references it; where they have not, `fill` reserves extents after all.
+proven it, the image references it; where they have not, it lets go (`miss`), and `fill` reserves extents after all.
 
 An image is bound first, then its record is written to the journal, then it is published: nobody sees it before. What
 makes room is ended in the same order: `victims` names the images, their end is written down, then they are dropped, and
@@ -158,13 +158,19 @@ class Catalog:
         self._book(draft)[id(staged)] = staged
         return staged
 
+    def miss(self, staged: Staged, stage: int, numbers: Sequence[int]) -> None:
+        """Hinted chunks of a stage turned out to be others: they are held no longer, and may make room themselves. The
+        stage has no extents for them until `fill`.
+        """
+        for number in numbers:
+            self._end_hold(staged.hinted[stage].pop(number))
+
     def fill(self, staged: Staged, stage: int, numbers: Sequence[int]) -> None:
-        """Reserve extents for hinted chunks of a stage that turned out to be others. The caller has made room."""
+        """Reserve extents for chunks of a stage that it has missed. The caller has made room."""
         draft = staged.draft
         places = list(staged.places[stage])
         for number, place in self._reserve(draft.scope.workers[stage], draft.spans[stage], numbers):
             places[number] = place
-            self._end_hold(staged.hinted[stage].pop(number))
         staged.places = (*staged.places[:stage], tuple(places), *staged.places[stage + 1 :])
         self.over_budget = False
 

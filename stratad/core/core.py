@@ -161,6 +161,7 @@ class Core:
         state.count("stood_still")
         for worker in state.workers.values():
             lives.stood_still(worker, lost_s)
+            worker.moved_s = [moved_s + lost_s for moved_s in worker.moved_s]
             for op, stage in worker.jobs.values():
                 op.stages[stage].deadline_s += lost_s
         rescue.stood_still(state, lost_s)

@@ -28,7 +28,7 @@ class ChunkKey(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Chunk:
     """Published bytes. The extents go back to the arena when neither an image references nor an operation reads it. One
-    that stands `alone` is shared with no later image.
+    that stands `alone` is not found by its key: a later image shares it only where that gave it as a hint.
     """
 
     key: ChunkKey

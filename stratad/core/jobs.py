@@ -196,8 +196,13 @@ def _source_free(state: State, op: Operation, stage: int) -> None:
         return
     run.advance("free")
     _lower(state, op, stage)
-    others = all(r.state in (StageState.FREE, StageState.DONE) for r in op.stages)
-    if others and not op.told_free:
+    _tell_free(state, op)
+
+
+def _tell_free(state: State, op: Operation) -> None:
+    """Tell once that no stage of a capture reads its rows any more, if one is still at work: else the end says it."""
+    states = {run.state for run in op.stages}
+    if StageState.FREE in states and states <= {StageState.FREE, StageState.DONE} and not op.told_free:
         op.told_free = True
         state.reply(op.client, Progress(op.seq, "source_free"))
 
@@ -240,6 +245,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
     run.outcome = outcome
     state.count("skipped_bytes", outcome.skipped_bytes)
     _lower(state, op, stage)
+    _tell_free(state, op)
     _go_on(state, op)
 
 
@@ -275,6 +281,7 @@ def _misses(state: State, op: Operation, staged: Staged, run: StageRun) -> bool:
     state.count("chunks_hinted", len(staged.hinted[run.stage]))
     if not run.missed:
         return False
+    state.catalog.miss(staged, run.stage, run.missed)
     state.count("chunks_missed", len(run.missed))
     run.sent_s = state.trace.sent_s.pop(run.job, run.sent_s)  # its time counts from the first job on
     run.advance("miss")

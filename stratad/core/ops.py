@@ -184,9 +184,9 @@ class Operation:
     `token_count` tokens of the image's `image_tokens` are copied; `positions` are those of its states, and `points` the
     numbers of tokens to which it can be restored (see `Image`). `chunks` are those of the image that it reads; of a
     `PUT_PART` `piece` is the piece that it stores, of a `MARK` `marking` what it is to declare, of a `RESCUE` `mark`
-    what was declared. `hints` are what a capture expects to be stored already, once it was `looked` for. A restore may
-    find the first `resident_tokens` tokens in their rows. `need` are the granules that it has to reserve, by worker,
-    and `shuttles` those that hold what it reads, by worker, once either was counted.
+    what was declared. `hints` are what a capture that waits expects to be stored already, once it was `looked` for.
+    A restore may find the first `resident_tokens` tokens in their rows. `need` are the granules that it has to reserve,
+    by worker, and `shuttles` those that hold what it reads, by worker, once either was counted.
     """
 
     op_id: int

@@ -188,6 +188,7 @@ def _space(state: State, op: Operation) -> str:
     if obstacle:
         return obstacle
     op.staged = state.catalog.stage(draft, found)
+    op.hints = None  # their chunks are held; the image that gave them may go
     for name in op.scope.workers:
         arenas.tend(state, state.workers[name])
     return ""

@@ -55,7 +55,7 @@ def record(state: State, op: Operation) -> None:
         noted_s = ring.sent_s.pop(run.job, run.sent_s)
         sent_s = noted_s if run.former is None else run.sent_s
         outcome = run.outcome
-        if outcome is None or outcome.state != "done":
+        if outcome is None or outcome.message or outcome.rows_undefined:
             outcome = _without_bulk(run)
         asked_bytes = run.job_bytes if run.former is None else run.image_bytes
         stages.append((run.worker, asked_bytes, sent_s, run.done_s, outcome))

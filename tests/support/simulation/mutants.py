@@ -179,8 +179,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "rows are told free when the first stage has read them",
         "stratad.core.jobs",
-        "    others = all(r.state in (StageState.FREE, StageState.DONE) for r in op.stages)",
-        "    others = True",
+        "    if StageState.FREE in states and states <= {StageState.FREE, StageState.DONE} and not op.told_free:",
+        "    if StageState.FREE in states and not op.told_free:",
     ),
     Mutant(
         "fences are lowered when an operation is cancelled",

@@ -229,6 +229,20 @@ def test_rows_stay_fenced_until_nothing_is_missed(core: Harness) -> None:
     assert isinstance(core.final(1, seq), Captured)
 
 
+def test_rows_are_free_once_the_stage_that_might_have_missed_is_done(core: Harness) -> None:
+    engine = core.register()
+    captured(core, engine)
+    core.content = lambda stage, chunk: usual(stage == 1 and chunk == 1)(stage, chunk)
+    seq = core.capture(engine, "a", LONGER)
+    core.finish("cpu:1")
+    core.report("cpu:1", SourceFree(job(core, "cpu:1").job))  # of its second job
+    assert not [reply for reply in core.answers(1, seq) if isinstance(reply, Progress)]
+    core.finish("cpu:0")
+    assert [reply.state for reply in core.answers(1, seq) if isinstance(reply, Progress)] == ["source_free"]
+    core.finish("cpu:1")
+    assert isinstance(core.final(1, seq), Captured)
+
+
 def test_the_image_that_gave_the_hints_may_be_dropped_meanwhile(core: Harness) -> None:
     engine = core.register()
     captured(core, engine, "old")
@@ -334,6 +348,20 @@ def test_images_make_room_for_what_is_missed(make_core: MakeCore) -> None:
     assert isinstance(core.final(1, seq), Captured)
 
 
+def test_an_image_whose_hints_were_wrong_makes_room_itself(make_core: MakeCore) -> None:
+    core = started(make_core, arena_bytes=2 * MIB)  # 31 granules
+    engine = core.register(stages=1)
+    captured(core, engine, "hint")  # 10
+    core.content = changed(0, 1)
+    seq = core.capture(
+        engine, "a", tuple(range(1400))
+    )  # 14 besides chunks 0 and 1, and 8 for these, of 7 that are free
+    core.finish("cpu:0")
+    core.finish_all()
+    assert isinstance(core.final(1, seq), Captured)
+    assert [image.conversation for image in core.core.state.catalog.images.values()] == ["a"]
+
+
 def test_the_arena_grows_for_what_is_missed(make_core: MakeCore) -> None:
     core = started(make_core)
     engine = core.register(stages=1)
@@ -385,6 +413,32 @@ def waiting(make_core: MakeCore) -> tuple[Harness, int]:
     core.finish("cpu:0")
     assert core.core.state.short
     return core, seq
+
+
+def test_a_suspect_that_waits_for_a_shuttle_is_not_overtaken(make_core: MakeCore) -> None:
+    core = started(make_core)
+    engine = core.register(stages=1)
+    captured(core, engine)
+    core.make_shuttles = False
+    captured(core, engine, "b", range(5000, 5600))
+    core.capture(engine, "a", tuple(range(700)))
+    core.capture(engine, "c", tuple(range(6000, 6300)))
+    core.worker_gone("cpu:0", under_way=None)  # by the one or by the other
+    core.tick()
+    for index in (c.index for c in list(core.sent["cpu:0"]) if isinstance(c, MakeShuttle) and c.adopt):
+        core.report("cpu:0", ShuttleReady(index, False, 0.0))
+    core.content = changed(0, 1)
+    seq = core.capture(engine, "a", LONGER)
+    core.finish("cpu:0")
+    assert core.core.state.short
+    later = core.restore(engine, "b", 600, first_row=2000)
+    assert not core.jobs("cpu:0")
+    order = [command for command in core.sent["cpu:0"] if isinstance(command, MakeShuttle)][-1]
+    core.report("cpu:0", ShuttleReady(order.index, False, 0.0))
+    core.finish("cpu:0")
+    assert isinstance(core.final(1, seq), Captured)
+    core.finish_all()
+    assert isinstance(core.final(1, later), Restored)
 
 
 def test_one_that_waits_is_cancelled_at_once(waiting: tuple[Harness, int]) -> None:

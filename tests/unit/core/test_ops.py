@@ -692,6 +692,19 @@ def test_a_copy_that_hangs_is_noticed_however_long_the_engine_could_have_taken(w
     assert len(core.kills) == 1
 
 
+def test_a_lane_went_on_as_far_as_is_known_while_the_daemon_stood_still(waiting: tuple[Harness, int]) -> None:
+    core, first = waiting
+    core.tick(4.0)
+    core.report("gpu", LaneMoving(first))
+    core.tick(4.0)
+    core.now_s += 60.0
+    core.perform(core.core.stood_still(60.0, core.at))
+    core.tick(0.5)
+    assert not core.kills
+    core.tick(1.0)
+    assert len(core.kills) == 1
+
+
 def test_a_lane_that_goes_on_with_any_of_its_jobs_does_not_hang(waiting: tuple[Harness, int]) -> None:
     """Those that came later may be copied first: as long as they are, the first one has its time anew."""
     core, first = waiting

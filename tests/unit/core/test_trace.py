@@ -15,6 +15,7 @@ from ipc.messages import (
     Failed,
     JobDone,
     JobFailed,
+    Mark,
     SetTrace,
     StageOutcome,
     Stats,
@@ -162,6 +163,16 @@ def test_a_failed_operation_has_its_code_and_the_times_of_what_was_done(core: Ha
     assert (kept.message, kept.rows_undefined) == ("", ()), "these may be as large as a frame"
     (kind,) = ask(core).kinds
     assert (kind.count, kind.failed, kind.times) == (0, 1, {})
+
+
+def test_the_rows_that_a_failure_names_are_not_kept(core: Harness) -> None:
+    engine = core.register()
+    seq = core.slot_copy(engine, "slot_direct", slot=3)
+    core.ask(1, Mark(core.next_seq(), engine, 3, "poisoned"))
+    core.finish_all()
+    assert all(outcome.rows_undefined for outcome in core.failure(1, seq).stages)
+    (entry,) = core.core.state.trace.entries
+    assert [(outcome.state, outcome.rows_undefined) for *_, outcome in entry.stages] == [("done", ())] * 2
 
 
 def test_what_overlaps_on_the_lane_leaves_no_rest(core: Harness) -> None:
