@@ -34,6 +34,7 @@ from stratad.core import (
     adoption,
     arenas,
     deadlines,
+    ends,
     faults,
     invariants,
     jobs,
@@ -406,7 +407,7 @@ class Core:
             adoption.stop(state)
             registration.stop(state)
             for op in list(state.waiting.values()):
-                jobs.fail(state, op, "stopping", "the daemon is stopping")
+                ends.fail(state, op, "stopping", "the daemon is stopping")
             queue.pump(state)
             for worker in state.workers.values():
                 if worker.state in (WorkerState.READY, WorkerState.STARTING):

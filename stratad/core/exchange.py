@@ -25,7 +25,7 @@ from ipc.messages import (
     Stage,
 )
 from shm.rows import RowList
-from stratad.core import jobs, journaling, leases, queue
+from stratad.core import ends, jobs, journaling, leases, queue
 from stratad.core.failures import Refusal
 from stratad.core.images import Chunk, Draft, Image
 from stratad.core.intake import CHUNK_LIMIT, check_name, ends_s, engine_of, find_image
@@ -270,7 +270,7 @@ def _put_abort(state: State, engine: Engine, request: PutAbort) -> None:
     end_put(state, engine, put)
     for op in [op for op in state.ops.values() if op.piece is not None and op.piece.put is put]:
         if op.state is OpState.WAITING:
-            jobs.fail(state, op, "cancelled", "the put was given up")
+            ends.fail(state, op, "cancelled", "the put was given up")
         else:
             jobs.cancel(state, op)
     state.reply(engine.client, Done(request.seq))

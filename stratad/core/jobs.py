@@ -1,41 +1,31 @@
-"""Jobs: an operation's stages at the workers, from the first send to the end of the last one."""
+"""Jobs: an operation's stages at the workers, from the first send to the end of the last one (see `ends`)."""
 
 import msgspec
 
 from ipc.messages import (
     DIGEST_BYTES,
     CancelJob,
-    Captured,
     CaptureJob,
-    Copied,
     CopyCommand,
     CopyJob,
     CudaIpcPool,
     DigestJob,
     EventAwaited,
-    Failed,
     GroupRestored,
     JobDone,
     JobFailed,
     LaneMoving,
-    Marked,
-    PartLoaded,
-    PartStored,
     Progress,
-    Restored,
     RestoreJob,
     SourceFree,
     StageOutcome,
 )
 from shm.extent import pack_places
 from shm.rows import pack_numbers
-from stratad.core import arenas, blame, hints, journaling, marking, trace
-from stratad.core.clean_marks import CleanMark, Marking
+from stratad.core import arenas, blame, ends, hints, journaling, marking
 from stratad.core.effects import SendTo
-from stratad.core.failures import Refusal
-from stratad.core.images import Image, Staged, StageDigests, StoredPiece
-from stratad.core.ops import ACTIVE, RUNNING, Operation, OpKind, StageRun, StageState
-from stratad.core.puts import Piece
+from stratad.core.images import Staged, StageDigests
+from stratad.core.ops import ACTIVE, RUNNING, Operation, StageRun, StageState
 from stratad.core.state import State, Worker, WorkerState
 
 LEAST_EVENT_WAIT_S = 0.05
@@ -195,7 +185,7 @@ def _source_free(state: State, op: Operation, stage: int) -> None:
     if op.staged is not None and op.staged.hinted[stage] and run.answer is None:
         return
     run.advance("free")
-    _lower(state, op, stage)
+    ends.lower_fence(state, op, stage)
     _tell_free(state, op)
 
 
@@ -244,7 +234,7 @@ def job_done(state: State, worker: Worker, report: JobDone) -> None:
     run.done_s = state.now_s
     run.outcome = outcome
     state.count("skipped_bytes", outcome.skipped_bytes)
-    _lower(state, op, stage)
+    ends.lower_fence(state, op, stage)
     _tell_free(state, op)
     _go_on(state, op)
 
@@ -366,12 +356,6 @@ def _end_job(worker: Worker, job: int) -> tuple[Operation, int] | None:
     return found
 
 
-def _lower(state: State, op: Operation, stage: int) -> None:
-    if stage in op.fenced:
-        op.fenced.discard(stage)
-        state.fences.lower(op.engine_id, stage, op.op_id)
-
-
 def _fail_stage(
     state: State,
     op: Operation,
@@ -389,14 +373,8 @@ def _fail_stage(
         _outcome(run, "failed", report), code=code, message=message, rows_undefined=rows_undefined
     )
     _settle_short(state, op)
-    _lower(state, op, run.stage)
+    ends.lower_fence(state, op, run.stage)
     _go_on(state, op)
-
-
-def _skip_pending(op: Operation) -> None:
-    for run in op.stages:
-        if run.state is StageState.PENDING:
-            run.advance("skip")
 
 
 def _go_on(state: State, op: Operation) -> None:
@@ -411,224 +389,12 @@ def _go_on(state: State, op: Operation) -> None:
         elif run.outcome is not None and run.outcome.state == "failed":
             failed = True
     if pending is not None and (op.cancelled or failed or op.lost):
-        _skip_pending(op)
+        op.skip_pending()
     elif pending is not None and running is None:
         _send(state, op, pending)
         if pending.state is StageState.UNTOUCHED:  # its worker has died meanwhile
-            _skip_pending(op)
+            op.skip_pending()
         else:
             running = pending
     if running is None:
-        _finish(state, op)
-
-
-def _finish(state: State, op: Operation) -> None:
-    """No stage is active or pending any more: publish, hand over, or fail."""
-    failed = next((run.outcome for run in op.stages if run.outcome is not None and run.outcome.state == "failed"), None)
-    engine = state.engines.get(op.engine_id)
-    if failed is not None:
-        fail(state, op, failed.code, failed.message, stage=failed.stage)
-    elif op.lost is not None:
-        fail(state, op, *op.lost)
-    elif op.staged is not None and op.staged.damaged:
-        fail(state, op, "damaged", "stored chunks that the rows were proven equal to lost their digest meanwhile")
-    elif any(run.state is StageState.UNTOUCHED for run in op.stages):
-        fail(state, op, "cancelled", "the operation was cancelled")
-    elif op.image is not None:
-        blame.ended_well(state, op)
-        _restored(state, op)
-    elif op.marking is not None:
-        blame.ended_well(state, op)
-        _marked(state, op, op.marking)
-    elif op.mark is not None:
-        _rescued(state, op, op.mark)
-    elif engine is not None and engine.marks.get(op.slot if op.captures else op.source_slot) == "poisoned":
-        _disown_written(op)
-        fail(state, op, "poisoned", "the slot was marked poisoned while it was read")
-    else:
-        blame.ended_well(state, op)
-        if op.piece is not None:
-            _stored(state, op, op.piece)
-        elif op.captures:
-            _captured(state, op)
-        else:
-            _copied(state, op)
-
-
-def _disown_written(op: Operation) -> None:
-    """What was written is of no use: a copy out of a slot whose own bytes are wrong."""
-    for run in op.stages:
-        written = op.written(run)
-        if written is not None and run.outcome is not None:
-            run.outcome = msgspec.structs.replace(run.outcome, rows_undefined=written.packed)
-
-
-def _captured(state: State, op: Operation) -> None:
-    """All stages are copied: bind the image, have it recorded, publish it. A transit image ends with the engine and is
-    not recorded.
-    """
-    assert op.staged is not None
-    answers = [run.answer for run in op.stages]
-    image, new_bytes = state.catalog.bind(op.staged, [a for a in answers if a is not None], state.now_unix_s)
-    op.staged = None
-    if op.kind is OpKind.SLOT_TO:
-        state.catalog.publish(image)
-        engine = state.engines[op.engine_id]
-        former = engine.transits.pop(op.slot, None)
-        if former is not None:
-            state.catalog.drop_transit(former)
-        engine.transits[op.slot] = image
-        image.held_s = state.now_s
-        _published(state, op, image, new_bytes)
-        return
-    journaling.publish(
-        state,
-        image,
-        lambda state: _published(state, op, image, new_bytes),
-        lambda state, error: fail(state, op, "journal_unwritable", str(journaling.unwritable(error))),
-    )
-
-
-def _published(state: State, op: Operation, image: Image, new_bytes: int) -> None:
-    op.advance("publish")
-    if op.mark is not None:
-        _note_rescue(state, op, op.mark)
-    else:
-        state.count(f"{op.kind.value}s")
-    state.count("new_bytes", new_bytes)
-    image_bytes = sum(run.image_bytes for run in op.stages)
-    state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))
-    release(state, op)
-
-
-def _marked(state: State, op: Operation, made: Marking) -> None:
-    """The contents of a slot are digested: they are declared, unless the slot was marked otherwise meanwhile."""
-    try:
-        marking.declare(state, op, made, [run.answer for run in op.stages if run.answer is not None])
-    except Refusal as refusal:
-        fail(state, op, refusal.code, refusal.message)
-        return
-    op.advance("declare")
-    state.count(f"{op.kind.value}s")
-    digested_bytes = sum(run.job_bytes for run in op.stages)
-    state.reply(op.client, Marked(op.seq, op.token_count, digested_bytes, op.outcomes))
-    release(state, op)
-
-
-def _rescued(state: State, op: Operation, mark: CleanMark) -> None:
-    """What a dead engine's slot held is copied: publish what of it is as it was declared."""
-    try:
-        marking.cut(state, op, mark, [run.answer for run in op.stages if run.answer is not None])
-    except Refusal as refusal:
-        fail(state, op, refusal.code, refusal.message)
-        return
-    _captured(state, op)
-
-
-def _note_rescue(state: State, op: Operation, mark: CleanMark) -> None:
-    rescue = state.engines[op.engine_id].rescue
-    if rescue is not None:
-        rescue.images += 1
-    state.count("rescued_images")
-    state.count("rescued_bytes", sum(span.length_bytes for run in op.stages for span in run.spans))
-    state.log(
-        "info",
-        "slot rescued",
-        engine=op.engine_id,
-        slot=op.slot,
-        tokens=op.token_count,
-        declared_tokens=mark.token_count,
-    )
-
-
-def _stored(state: State, op: Operation, piece: Piece) -> None:
-    """A piece of a put is copied; it is kept until the put is committed or given up."""
-    answer = op.stages[0].answer
-    assert op.staged is not None
-    assert answer is not None
-    if piece.put.ended:
-        fail(state, op, "cancelled", "the put was given up while the part was copied")
-        return
-    piece.stored = StoredPiece(op.staged, answer)
-    op.staged = None
-    piece.put.used_s = state.now_s
-    op.advance("store")
-    state.count(f"{op.kind.value}s")
-    state.reply(op.client, PartStored(op.seq, op.stages[0].job_bytes, op.outcomes))
-    release(state, op)
-
-
-def _restored(state: State, op: Operation) -> None:
-    image = op.image
-    assert image is not None
-    op.advance("restore")
-    if op.kind is OpKind.GET_PART:
-        state.count(f"{op.kind.value}s")
-        state.reply(op.client, PartLoaded(op.seq, op.stages[0].job_bytes, op.outcomes))
-        release(state, op)
-        return
-    image.restores += 1
-    if image.image_id in state.catalog.images:
-        state.catalog.touch(image, state.now_unix_s)
-    engine = state.engines.get(op.engine_id)
-    if op.kind is OpKind.TAKE and engine is not None and not engine.closing:
-        engine.takes[image.image_id] = state.now_s  # `taken` stays up until the client acknowledges or is gone
-    elif op.kind is OpKind.TAKE:
-        image.taken -= 1
-    elif op.kind is OpKind.SLOT_FROM and op.keep:
-        image.held_s = state.now_s
-    elif op.kind is OpKind.SLOT_FROM and engine and engine.transits.get(op.source_slot) is image:
-        del engine.transits[op.source_slot]
-        state.catalog.drop_transit(image)
-    state.count(f"{op.kind.value}s")
-    image_bytes = sum(span.length_bytes for run in op.stages for span in run.spans)
-    state.reply(op.client, Restored(op.seq, image.image_id, op.token_count, image_bytes, op.outcomes))
-    release(state, op)
-
-
-def _copied(state: State, op: Operation) -> None:
-    op.advance("copy")
-    state.count(f"{op.kind.value}s")
-    copied_bytes = sum(run.job_bytes for run in op.stages)
-    state.reply(op.client, Copied(op.seq, op.token_count, copied_bytes, op.outcomes))
-    release(state, op)
-
-
-def fail(state: State, op: Operation, code: str, message: str, *, stage: int = -1) -> None:
-    """End an operation without success: extents go back, the caller is told. No stage may still be active."""
-    assert not any(run.state in ACTIVE for run in op.stages)
-    _skip_pending(op)
-    op.advance("fail")
-    op.code = code
-    state.waiting.pop(op.op_id, None)
-    if op.staged is not None:
-        state.catalog.discard(op.staged)
-        op.staged = None
-    if op.kind is OpKind.TAKE and op.image is not None:
-        op.image.taken -= 1
-    if op.piece is not None:
-        op.piece.forget()
-    state.count(f"{op.kind.value}s_failed")
-    state.log("warning", "operation failed", op=op.op_id, kind=op.kind.value, code=code, stage=stage, why=message)
-    state.reply(op.client, Failed(op.seq, code, message, stage, op.outcomes, state.settings.start_id))
-    release(state, op)
-
-
-def release(state: State, op: Operation) -> None:
-    """Let go of everything an ended operation held. Its reply is among the effects already."""
-    if state.trace.on:
-        trace.record(state, op)
-    for stage in tuple(op.fenced):
-        _lower(state, op, stage)
-    if op.chunks and op.image is not None:
-        state.catalog.end_read(op.image, op.chunks)
-        op.chunks = ()
-    del state.ops[op.op_id]
-    state.let_go = True
-    state.runs_in_flight -= op.runs_held
-    client = state.clients.get(op.client)
-    if client is not None:
-        client.seqs.pop(op.seq, None)
-    engine = state.engines.get(op.engine_id)
-    if engine is not None:
-        engine.ops -= 1
+        ends.finish(state, op)

@@ -14,7 +14,7 @@ import math
 
 from ipc.messages import BootFailed, Failed, ResetWorker, RestartWorker, StopWorker, WorkerOrdered
 from shm.extent import GRANULE_BYTES
-from stratad.core import arenas, blame, jobs, journaling, registration
+from stratad.core import arenas, blame, ends, journaling, registration
 from stratad.core.effects import SendTo, SpawnWorker
 from stratad.core.failures import Refusal
 from stratad.core.images import Image
@@ -278,7 +278,7 @@ def _end_readers(state: State, worker: Worker) -> None:
             op.lost = ("worker_died", f"the arena of worker {worker.name} is reset")
     for op in list(state.waiting.values()):
         if op.image is not None and worker.name in op.image.scope.workers and op.state is OpState.WAITING:
-            jobs.fail(state, op, "unknown_image", f"its image was dropped by a reset of worker {worker.name}")
+            ends.fail(state, op, "unknown_image", f"its image was dropped by a reset of worker {worker.name}")
     for engine in state.engines.values():
         for get in [get for get in engine.gets.values() if worker.name in get.image.scope.workers]:
             end_get(state, engine, get)

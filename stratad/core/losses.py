@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ipc.messages import ShuttleFailed
 from shm.extent import ChunkPlace
-from stratad.core import arenas, jobs, journaling, leases
+from stratad.core import arenas, ends, journaling, leases
 from stratad.core.effects import UnlinkSegment
 from stratad.core.images import Image, Staged
 from stratad.core.ops import Operation, OpState, StageState
@@ -99,7 +99,7 @@ def _end(state: State, op: Operation, worker: Worker, index: int, cause: str) ->
     if op.state is OpState.WAITING:
         op.forget_hints()
         if reads or (op.piece is not None and op.piece.put.ended):
-            jobs.fail(state, op, "damaged", cause)
+            ends.fail(state, op, "damaged", cause)
     elif reads:
         op.lost = ("damaged", cause)
     elif op.staged is not None and _reserved_in(op.staged, worker, index):

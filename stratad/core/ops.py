@@ -240,6 +240,12 @@ class Operation:
             raise InvalidTransition(f"operation {self.op_id}", self.state.value, event)
         self.state = state
 
+    def skip_pending(self) -> None:
+        """Stages that were not sent yet never will be."""
+        for run in self.stages:
+            if run.state is StageState.PENDING:
+                run.advance("skip")
+
     def forget_hints(self) -> None:
         """Look for hints again; what it needs is counted anew."""
         self.hints, self.looked, self.need = None, False, {}

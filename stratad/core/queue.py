@@ -2,7 +2,7 @@
 
 from ipc.messages import Progress
 from shm.extent import granules_for
-from stratad.core import arenas, blame, hints, jobs, journaling, leases
+from stratad.core import arenas, blame, ends, hints, jobs, journaling, leases
 from stratad.core.effects import ReplyTo
 from stratad.core.failures import Refusal
 from stratad.core.images import Draft, needed_granules
@@ -104,7 +104,7 @@ def try_start(state: State, op: Operation) -> None:
     try:
         _refuse_dead(state, op, engine)
     except Refusal as refusal:
-        jobs.fail(state, op, refusal.code, refusal.message, stage=refusal.stage)
+        ends.fail(state, op, refusal.code, refusal.message, stage=refusal.stage)
         return
     _start_if_possible(state, op, engine)
 
@@ -113,7 +113,7 @@ def _start_if_possible(state: State, op: Operation, engine: Engine) -> None:
     try:
         op.waits_for = _obstacle(state, op, engine)
     except Refusal as refusal:
-        jobs.fail(state, op, refusal.code, refusal.message, stage=refusal.stage)
+        ends.fail(state, op, refusal.code, refusal.message, stage=refusal.stage)
         return
     if not op.waits_for:
         jobs.start(state, op)
@@ -296,4 +296,4 @@ def expire(state: State) -> None:
     for op in list(state.waiting.values()):
         if op.deadline_s <= state.now_s:
             waited_s = state.now_s - op.created_s
-            jobs.fail(state, op, "deadline", f"waited {waited_s:.3f} s for {op.waits_for or 'its turn'}")
+            ends.fail(state, op, "deadline", f"waited {waited_s:.3f} s for {op.waits_for or 'its turn'}")

@@ -19,7 +19,7 @@ from ipc.messages import (
     WorkersChanged,
 )
 from shm.layout import LayoutError, check_layout
-from stratad.core import jobs, rescue
+from stratad.core import ends, jobs, rescue
 from stratad.core.effects import CloseDescriptor, ForwardDescriptor, SendTo
 from stratad.core.exchange import check_exchange
 from stratad.core.failures import Refusal
@@ -333,7 +333,7 @@ def close(state: State, engine: Engine, unregister_seq: int | None = None) -> No
         if op.engine_id != engine.engine_id:
             continue
         if op.state is OpState.WAITING:
-            jobs.fail(state, op, "engine_gone", "the engine was closed")
+            ends.fail(state, op, "engine_gone", "the engine was closed")
         elif op.kind is not OpKind.CAPTURE and not (op.kind is OpKind.MARK and engine.rescue is not None):
             jobs.cancel(state, op)  # a transit image would end with the engine
     for image_id in tuple(engine.takes):

@@ -12,7 +12,7 @@ and its events are never asked: they may never be reached.
 
 from collections.abc import Iterable
 
-from stratad.core import jobs, prefix_cut, queue
+from stratad.core import ends, jobs, prefix_cut, queue
 from stratad.core.clean_marks import CleanMark, Rescue
 from stratad.core.effects import AwaitEnd, StopAwaiting
 from stratad.core.failures import Refusal
@@ -145,7 +145,7 @@ def cut_off(state: State, engine: Engine, why: str, *, finish: bool = False) -> 
         if op.kind not in (OpKind.RESCUE, OpKind.MARK):
             continue
         if op.state is OpState.WAITING:
-            jobs.fail(state, op, "cancelled", f"the rescue was cut off: {why}")
+            ends.fail(state, op, "cancelled", f"the rescue was cut off: {why}")
         elif not finish:
             jobs.cancel(state, op)
 

@@ -53,6 +53,7 @@ from ipc.messages import (
 )
 from stratad.core import (
     blame,
+    ends,
     exchange,
     faults,
     jobs,
@@ -343,7 +344,7 @@ def _cancel(state: State, client: ClientRecord, request: Cancel) -> None:
     if op is None:
         raise Refusal("bad_value", f"request {request.target_seq} is not in flight")
     if op.state is OpState.WAITING:
-        jobs.fail(state, op, "cancelled", "the operation was cancelled before it started")
+        ends.fail(state, op, "cancelled", "the operation was cancelled before it started")
     else:
         jobs.cancel(state, op)
     state.reply(client.client, Done(request.seq))

@@ -186,7 +186,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "fences are lowered when an operation is cancelled",
         "stratad.core.jobs",
         "            state.out.append(SendTo(run.worker, CancelJob(run.job)))",
-        "            state.out.append(SendTo(run.worker, CancelJob(run.job))); _lower(state, op, run.stage)",
+        "            state.out.append(SendTo(run.worker, CancelJob(run.job))); ends.lower_fence(state, op, run.stage)",
     ),
     Mutant(
         "a cancelled operation is answered before its workers have",
@@ -228,7 +228,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         "a take gives the image up before the client has acknowledged",
-        "stratad.core.jobs",
+        "stratad.core.ends",
         "        engine.takes[image.image_id] = state.now_s  # `taken` stays up until the client acknowledges or is gone",  # noqa: E501
         "        state.catalog.drop(image)",
     ),
@@ -247,13 +247,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     Mutant(
         "a failed stage does not fail a restore",
-        "stratad.core.jobs",
+        "stratad.core.ends",
         '    failed = next((run.outcome for run in op.stages if run.outcome is not None and run.outcome.state == "failed"), None)',  # noqa: E501
         '    failed = next((r.outcome for r in op.stages if r.outcome and r.outcome.state == "failed" and op.captures), None)',  # noqa: E501
     ),
     Mutant(
         "one token more is told captured than was",
-        "stratad.core.jobs",
+        "stratad.core.ends",
         "    state.reply(op.client, Captured(op.seq, image.image_id, op.token_count, image_bytes, new_bytes, op.outcomes))",  # noqa: E501
         "    state.reply(op.client, Captured(op.seq, image.image_id, op.token_count + 1, image_bytes, 0, op.outcomes))",
     ),
