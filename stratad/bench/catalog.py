@@ -22,6 +22,7 @@ from shm.extent import GRANULE_BYTES
 from shm.layout import Plane, StageLayout, one_group
 from stratad.bench.progress import Progress
 from stratad.bench.report import Report, Row, column, percentile, worst_high
+from stratad.core import room
 from stratad.core.arena import Arena
 from stratad.core.catalog import Catalog
 from stratad.core.images import Draft, Image, Scope, StageDigests, needed_granules
@@ -153,7 +154,7 @@ class _Filled:
     def capture(self, draft: Draft, answers: Sequence[StageDigests]) -> int:
         """All of a capture's bookkeeping; how many images made room for it."""
         catalog = self.catalog
-        victims = catalog.victims(draft, needed_granules(draft))
+        victims = room.victims(catalog, draft, needed_granules(draft))
         for victim in victims:
             catalog.drop(victim)
         staged = catalog.stage(draft)

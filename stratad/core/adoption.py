@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent
 from shm.header import segment_name
-from stratad.core import journaling
+from stratad.core import journaling, room
 from stratad.core.arena import HEADER_GRANULES
 from stratad.core.effects import KillFormer, UnlinkSegment, WatchFormer
 from stratad.core.images import Chunk, ChunkKey, Image
@@ -173,7 +173,7 @@ def begin(state: State) -> None:
             worker.former_by_s = state.now_s + FORMER_S
             state.wake_by(worker.former_by_s)
             state.out.append(WatchFormer(worker.name, *worker.former))
-    excess = state.catalog.excess()
+    excess = room.excess(state.catalog)
     if excess:
         state.log("warning", "adopted images are over the budget: the oldest are evicted", images=len(excess))
         journaling.evict(state, excess, lambda _: None)

@@ -9,12 +9,12 @@ What a capture expects to be stored already (its *hints*) it holds, and reserves
 proven it, the image references it; where they have not, it lets go (`miss`), and `fill` reserves extents after all.
 
 An image is bound first, then its record is written to the journal, then it is published: nobody sees it before. What
-makes room is ended in the same order: `victims` names the images, their end is written down, then they are dropped, and
+makes room is ended in the same order: `room` names the images, their end is written down, then they are dropped, and
 only then does `stage` find room.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,7 +22,6 @@ from ipc.messages import TOKEN_BYTES
 from shm.extent import GRANULE_BYTES, ChunkPlace, Extent
 from shm.layout import ChunkSpan
 from stratad.core.arena import Arena
-from stratad.core.failures import Refusal
 from stratad.core.images import (
     Chunk,
     ChunkKey,
@@ -100,48 +99,23 @@ class Catalog:
         """Everything that is neither published nor discarded yet."""
         return (*self._staged.values(), *self._partial.values())
 
-    def shortfall(self, need: Mapping[str, int]) -> dict[str, int]:
-        """Granules that each worker's arena lacks of `need` as it is now, without evicting; empty: none."""
-        return {w: n - self.arenas[w].free_granules for w, n in need.items() if n > self.arenas[w].free_granules}
+    @property
+    def held_images(self) -> int:
+        """What counts against the budget of images: published or not yet, and on their way between slots."""
+        return len(self.images) + len(self.transits) + len(self._bound) + len(self._staged) + self.open_puts
 
-    def victims(
-        self, draft: Draft, need: Mapping[str, int], hints: Hints | None = None, *, staged: bool = False
-    ) -> list[Image]:
-        """The images that must go before `stage` (of a draft that is `staged` already: `fill`) finds room: the least
-        recently used that nobody needs, nor its hints. `need` is what `needed_granules` says of the draft.
+    @property
+    def capturing_count(self) -> int:
+        """Images that are being captured."""
+        return len(self._staged)
 
-        Raises:
-            Refusal: ``no_space`` (what is left is pinned or in use) or ``too_large`` (it could never fit).
-        """
-        total_bytes = sum(need.values()) * GRANULE_BYTES
-        for worker, granules in need.items():
-            if granules > self.arenas[worker].total_granules:
-                raise Refusal(
-                    "too_large",
-                    f"the image needs {granules * GRANULE_BYTES} bytes on {worker}, whose arena has "
-                    f"{self.arenas[worker].total_granules * GRANULE_BYTES}",
-                )
-        if total_bytes > self.budget_bytes:
-            raise Refusal("too_large", f"the image needs {total_bytes} bytes, the budget is {self.budget_bytes}")
-        previous = self.previous(draft)
-        keep = (previous, None if hints is None else hints.image)
-        return self._victims(need, total_bytes, keep, new_images=0 if previous or draft.partial or staged else 1)
-
-    def put_victims(self, draft: Draft) -> list[Image]:
-        """The images that must go before `begin_put` finds room.
-
-        Raises:
-            Refusal: as in `victims`.
-        """
-        token_bytes = len(draft.tokens)
-        if token_bytes > self.budget_bytes:
-            raise Refusal("too_large", f"the tokens have {token_bytes} bytes, the budget is {self.budget_bytes}")
-        previous = self.previous(draft)
-        return self._victims({}, token_bytes, (previous,), new_images=0 if previous else 1)
+    def by_age(self) -> Iterator[Image]:
+        """The published images, those first whose last use is longest ago."""
+        return (self.images[image_id] for image_id in self._recency)
 
     def stage(self, draft: Draft, hints: Hints | None = None) -> Staged:
         """Reserve extents for every chunk, but for those that are hinted, which are held. The caller has made room:
-        there are no `victims` any more.
+        there are no victims any more (see `room`).
         """
         places: list[tuple[ChunkPlace, ...]] = []
         hinted = hints.chunks if hints is not None else tuple({} for _ in draft.spans)
@@ -194,7 +168,7 @@ class Catalog:
 
     def begin_put(self, draft: Draft) -> None:
         """Count one more image in the making against the budget of images; its parts will be staged one by one, each
-        `partial`. Ends with `bind_parts` or `end_put`. The caller has made room: there are no `put_victims` any more.
+        `partial`. Ends with `bind_parts` or `end_put`. The caller has made room: there are no victims any more.
         """
         self.open_puts += 1
         self.put_token_bytes += len(draft.tokens)
@@ -205,52 +179,6 @@ class Catalog:
         assert self.open_puts > 0
         self.open_puts -= 1
         self.put_token_bytes -= len(draft.tokens)
-
-    def _victims(
-        self, need: Mapping[str, int], total_bytes: int, keep: tuple[Image | None, ...], *, new_images: int
-    ) -> list[Image]:
-        """Least recently used images whose end makes room for `need` (granules by worker). The images in `keep` stay:
-        what the capture will supersede is kept until the new one is published.
-
-        Raises:
-            Refusal: ``no_space``: even all of them would not do.
-        """
-        short = {w: n - self.arenas[w].free_granules for w, n in need.items() if n > self.arenas[w].free_granules}
-        held_bytes = self.held_bytes
-        over_bytes = held_bytes + total_bytes - self.budget_bytes
-        held_images = len(self.images) + len(self.transits) + len(self._bound) + len(self._staged) + self.open_puts
-        over_images = held_images + new_images - self.budget_images
-        victims: list[Image] = []
-        dying: dict[Chunk, int] = {}
-        recency = iter(self._recency)
-        while short or over_bytes > 0 or over_images > 0:
-            image_id = next(recency, None)
-            if image_id is None:
-                raise Refusal(
-                    "no_space",
-                    f"no room for {total_bytes} bytes: {held_bytes} of {self.budget_bytes} bytes and {held_images} of "
-                    f"{self.budget_images} images are held; what is left is pinned, taken or being read, or no "
-                    f"published image yet: {len(self._staged)} are being captured, {self.open_puts} puts are open, "
-                    f"{len(self.transits)} images are on their way between slots",
-                )
-            image = self.images[image_id]
-            if not image.evictable or any(image is kept for kept in keep):
-                continue
-            if over_bytes <= 0 and over_images <= 0 and short.keys().isdisjoint(image.scope.workers):
-                continue  # its end would be for nothing
-            victims.append(image)
-            over_images -= 1
-            over_bytes -= image.put_token_bytes
-            for chunk in image.chunks():
-                dying[chunk] = dying.get(chunk, 0) + 1
-                if dying[chunk] == chunk.references and not chunk.reads:
-                    over_bytes -= chunk.granule_bytes
-                    worker = chunk.key.worker
-                    if worker in short:
-                        short[worker] -= self.arenas[worker].usable_granules(chunk.place.extents)
-                        if short[worker] <= 0:
-                            del short[worker]
-        return victims
 
     # --- publish ------------------------------------------------------------------------------------------------------
 
@@ -404,16 +332,6 @@ class Catalog:
         image.damaged = any(chunk.damaged for chunk in image.chunks())
         self.put_token_bytes += image.put_token_bytes
         self._list(image)
-
-    def excess(self) -> list[Image]:
-        """What has to go of adopted images, where the budget is smaller than it was; the oldest that nobody pinned."""
-        try:
-            victims = self._victims({}, 0, (), new_images=0)
-        except Refusal:
-            victims = [image for image in self.images.values() if image.evictable]
-            self.over_budget = True
-        self.over_budget = self.over_budget or bool(victims)
-        return victims
 
     def _index(self, image: Image) -> None:
         if image.points is None:

@@ -25,7 +25,7 @@ from ipc.messages import (
     Stage,
 )
 from shm.rows import RowList
-from stratad.core import ends, jobs, journaling, leases, queue
+from stratad.core import ends, jobs, journaling, leases, queue, room
 from stratad.core.failures import Refusal
 from stratad.core.images import Chunk, Draft, Image
 from stratad.core.intake import CHUNK_LIMIT, check_name, ends_s, engine_of, find_image
@@ -111,7 +111,7 @@ def _put_begin(state: State, engine: Engine, request: PutBegin) -> None:
     # No prefix of it can be restored: it is found by all its tokens, or by its name alone.
     points = (count,) if count else ()
     draft = Draft(engine.scope, request.conversation, request.tokens, count, (), points, (), partial=True)
-    victims = leases.with_room(state, engine.client, lambda: state.catalog.put_victims(draft))
+    victims = leases.with_room(state, engine.client, lambda: room.put_victims(state.catalog, draft))
     if victims:
         journaling.check_writable(state)
         journaling.evict(state, victims, lambda state: _begin_put(state, engine, request, draft))
@@ -121,7 +121,7 @@ def _put_begin(state: State, engine: Engine, request: PutBegin) -> None:
 
 def _begin_put(state: State, engine: Engine, request: PutBegin, draft: Draft) -> None:
     try:
-        if state.catalog.put_victims(draft):  # their end could not be recorded
+        if room.put_victims(state.catalog, draft):  # their end could not be recorded
             raise journaling.unwritable(state.journal_error)
     except Refusal as refusal:
         state.reply(engine.client, Failed(request.seq, refusal.code, refusal.message, start_id=state.settings.start_id))

@@ -2,7 +2,7 @@
 
 from ipc.messages import Progress
 from shm.extent import granules_for
-from stratad.core import arenas, blame, ends, hints, jobs, journaling, leases
+from stratad.core import arenas, blame, ends, hints, jobs, journaling, leases, room
 from stratad.core.effects import ReplyTo
 from stratad.core.failures import Refusal
 from stratad.core.images import Draft, needed_granules
@@ -201,7 +201,7 @@ def _make_room(state: State, op: Operation, draft: Draft, need: dict[str, int]) 
         Refusal: ``no_space``, ``too_large``.
     """
     staged = op.staged is not None
-    for name in state.catalog.shortfall(need):
+    for name in room.shortfall(state.catalog, need):
         worker = state.workers[name]
         if worker.can_grow(state.settings, state.now_s):
             arenas.tend(state, worker, set())
@@ -213,7 +213,7 @@ def _make_room(state: State, op: Operation, draft: Draft, need: dict[str, int]) 
             return f"shuttles of {name}"
     try:
         victims = leases.with_room(
-            state, op.client, lambda: state.catalog.victims(draft, need, op.hints, staged=staged)
+            state, op.client, lambda: room.victims(state.catalog, draft, need, op.hints, staged=staged)
         )
     except Refusal as refusal:
         # One that waits for room itself may wait for this one.
