@@ -192,7 +192,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "a cancelled operation is answered before its workers have",
         "stratad.core.jobs",
         "    op.cancelled = True",
-        '    op.cancelled = True; state.reply(op.client, Failed(op.seq, "cancelled", "at once"))',
+        '    op.cancelled = True; state.reply(op.client, ends.Failed(op.seq, "cancelled", "at once"))',
     ),
     Mutant(
         "rows that a killed worker may have written are not told",
