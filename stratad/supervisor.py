@@ -155,7 +155,7 @@ class Supervisor:
                 except Exception:  # noqa: BLE001 - out of descriptors, say: one peer's trouble, not everybody's end
                     self._turn.bug("descriptor", getattr(handler, "__name__", "handler"))
         # While messages come one upon the other, the rest is looked at now and then only.
-        self._house_waits = bool(ready) and now.now_s < self._house_s
+        self._house_waits = (more or bool(ready)) and now.now_s < self._house_s
         if not self._house_waits:
             self._house_s = now.now_s + HOUSE_MS / 1000.0
             self._keep_house(now)
