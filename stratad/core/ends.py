@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ipc.messages import Captured, Copied, Failed, Marked, PartLoaded, PartStored, Restored
+from ipc.messages import Captured, Copied, Failed, Marked, PartLoaded, PartStored, Restored, StageOutcome
 from stratad.core import blame, journaling, marking, trace
 from stratad.core.clean_marks import CleanMark, Marking
 from stratad.core.failures import Refusal
@@ -14,7 +14,7 @@ from stratad.core.state import State
 
 def finish(state: State, op: Operation) -> None:
     """No stage is active or pending any more: publish, hand over, or fail."""
-    failed = next((run.outcome for run in op.stages if run.outcome is not None and run.outcome.state == "failed"), None)
+    failed = _cause(op)
     engine = state.engines.get(op.engine_id)
     if failed is not None:
         fail(state, op, failed.code, failed.message, stage=failed.stage)
@@ -43,6 +43,15 @@ def finish(state: State, op: Operation) -> None:
             _captured(state, op)
         else:
             _copied(state, op)
+
+
+def _cause(op: Operation) -> StageOutcome | None:
+    """How the lowest stage failed that failed by itself: one that is not sent again after another's failure is told to
+    be cancelled, which nobody has asked for.
+    """
+    failed = [run.outcome for run in op.stages if run.outcome is not None and run.outcome.state == "failed"]
+    own = failed if op.cancelled else [outcome for outcome in failed if outcome.code != "cancelled"]
+    return next(iter(own or failed), None)
 
 
 def _disown_written(op: Operation) -> None:

@@ -248,8 +248,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     Mutant(
         "a failed stage does not fail a restore",
         "stratad.core.ends",
-        '    failed = next((run.outcome for run in op.stages if run.outcome is not None and run.outcome.state == "failed"), None)',  # noqa: E501
-        '    failed = next((r.outcome for r in op.stages if r.outcome and r.outcome.state == "failed" and op.captures), None)',  # noqa: E501
+        "    failed = _cause(op)",
+        "    failed = _cause(op) if op.captures else None",
     ),
     Mutant(
         "one token more is told captured than was",
@@ -283,6 +283,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "                self._end_hold(chunk)",
         "                self.arenas[chunk.key.worker].free(chunk.place.extents)",
         seeds=2000,
+    ),
+    Mutant(
+        "hinted chunks that were missed are held for good",
+        "stratad.core.catalog",
+        "            self._end_hold(staged.hinted[stage].pop(number))",
+        "            staged.hinted[stage].pop(number)",
     ),
     Mutant(
         "the image takes over a hold on a hinted chunk without a reference",
