@@ -276,6 +276,7 @@ def _misses(state: State, op: Operation, staged: Staged, run: StageRun) -> bool:
     run.sent_s = state.trace.sent_s.pop(run.job, run.sent_s)  # its time counts from the first job on
     run.advance("miss")
     state.short[op.op_id] = op
+    state.wake_by(op.deadline_s)
     return True
 
 

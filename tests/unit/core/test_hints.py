@@ -458,6 +458,22 @@ def test_one_that_waits_has_its_callers_deadline(waiting: tuple[Harness, int]) -
     assert core.failure(1, seq).code == "deadline"
 
 
+def test_the_deadline_counts_again_once_chunks_are_missed(make_core: MakeCore) -> None:
+    core = started(make_core, memory=MemorySettings(sample_s=1e6), job_floor_s=1000.0)
+    engine = core.register(stages=1)
+    captured(core, engine)
+    core.make_shuttles = False
+    captured(core, engine, "b", range(5000, 5600))
+    core.content = changed(0, 1)
+    core.capture(engine, "a", LONGER, deadline_s=5.0)
+    (op,) = core.core.state.ops.values()
+    core.tick(1.0)  # what is being copied has no deadline of its caller's
+    assert core.core.due_s > op.deadline_s
+    core.finish("cpu:0")
+    assert core.core.state.short
+    assert core.core.due_s <= op.deadline_s
+
+
 def test_one_that_waits_ends_with_its_worker(waiting: tuple[Harness, int]) -> None:
     core, seq = waiting
     core.worker_gone("cpu:0")
