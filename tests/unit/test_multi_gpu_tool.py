@@ -159,6 +159,8 @@ def test_targets_are_judged_on_cards_and_never_in_a_dry_run(tool: Any) -> None:
     judged = [goal["met"] for goal in targets(_result(False, stages=STAGES, isolate=isolate))]
     assert judged == [True, True, False, False, True, False]
     assert {goal["met"] for goal in targets(_result(True, stages=STAGES, isolate=isolate))} == {None}
+    two = {**_result(False, stages=STAGES), "cards": 2}
+    assert [goal["met"] for goal in targets(two)] == [True, False], "two cards are never 3.8 times as fast as one"
     failed = _result(False, stages=STAGES)
     failed["steps"][0]["state"] = "failed"
     assert targets(failed) == []
