@@ -8,6 +8,7 @@ its images into zeroed rows and compares them.
 """
 
 import argparse
+import math
 import os
 import signal
 import tempfile
@@ -137,7 +138,7 @@ def _victim(args: argparse.Namespace, cards: Cards) -> int:
     if not -count <= args.victim < count:
         raise CommandError(ExitCode.USAGE, "bad_value", f"--victim must be 0 to {count - 1}, got {args.victim}")
     least_bytes = PLANES * ROW_BYTES * 16
-    if args.ops < 1 or args.pause_ms < 0 or args.medium_bytes < least_bytes:
+    if args.ops < 1 or not 0 <= args.pause_ms < math.inf or args.medium_bytes < least_bytes:
         what = f"--ops must be at least 1, --pause-ms at least 0, --medium-bytes at least {least_bytes}"
         raise CommandError(ExitCode.USAGE, "bad_value", what)
     return int(args.victim % count)

@@ -41,7 +41,8 @@ def test_gpus_that_are_named(wanted: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted", ["0", "5", "-1", "cuda:4", "cuda:0,cuda:4", "cuda:0,cuda:0", "cpu:0", "cuda:", "", "some", "cuda:0,"]
+    "wanted",
+    ["0", "5", "-1", "9" * 12, "cuda:4", "cuda:0,cuda:4", "cuda:0,cuda:0", "cpu:0", "cuda:", "", "some", "cuda:0,"],
 )
 def test_gpus_that_are_not_there_are_refused(wanted: str) -> None:
     with pytest.raises(CommandError) as caught:
@@ -55,8 +56,9 @@ def test_cpu_devices() -> None:
     assert (cards.names, cards.devices, cards.on_cuda) == (("cpu:0", "cpu:1", "cpu:2"), "cpu:3", False)
     assert choose_cards("cpu:0,cpu:1", None).names == ("cpu:0", "cpu:1")
     for wanted in ("cpu:1", "all", "cuda:0", "65"):
-        with pytest.raises(CommandError):
+        with pytest.raises(CommandError) as caught:
             choose_cards(wanted, None)
+        assert "all" not in caught.value.fix, "no advice that is refused in turn"
 
 
 def test_stages_lie_on_the_cards_in_turn() -> None:
