@@ -23,6 +23,8 @@ MODEL_TOKEN_BYTES = 128 * 1024
 STAGES_ARENAS = 2 * 1.125
 STAGES_SPARE_BYTES = 2 * 256 * MIB + GIB
 LONG_TOKENS = 391 * 256  # whole chunks
+# How many cards the GPU tests use. Not one of ours by name: those are the daemon's settings, and doctor looks at them.
+CARDS_VARIABLE = "GPU_TEST_CARDS"
 # Doctor's words for "there are warnings" and "something is wrong": also then it has said what there is.
 DOCTOR_CODES = (0, 4, 5)
 PARALLEL_TARGET, LINK_TARGET, P99_TARGET = 3.8, 0.95, 2.0

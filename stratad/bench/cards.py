@@ -10,10 +10,8 @@ from stratad.ctl.output import CommandError
 from stratad.devices import MAX_CPU_WORKERS
 
 ALL: Final = "all"
-_FIXES: Final = {
-    "cuda": "give how many of the first, `all`, or names such as cuda:0,cuda:2",
-    "cpu": "give how many workers, or their names, such as cpu:0,cpu:1",
-}
+ALL_CPU: Final = 4  # `cpu` workers are as many as one likes: these stand for the cards of a host
+_FIX: Final = "give how many of the first, `all`, or names such as cuda:0,cuda:2 (on cpu: cpu:0,cpu:1)"
 _NAME: Final = re.compile(r"(cuda|cpu):([0-9]{1,4})")
 
 
@@ -59,7 +57,8 @@ def add_cards_argument(parser: argparse.ArgumentParser, default: str) -> None:
         "--cards",
         default=default,
         metavar="N|all|NAME,...",
-        help=f"the first N cards, all, or these, such as cuda:0,cuda:2; on cpu: N workers (default: {default})",
+        help=f"the first N cards, all, or these, such as cuda:0,cuda:2; on cpu: N workers, all: {ALL_CPU} (default: "
+        f"{default})",
     )
 
 
@@ -83,24 +82,24 @@ def choose_cards(wanted: str, gpus: Gpus | None) -> Cards:
     numbers = _numbers(wanted, kind, there)
     if max(numbers) >= there:
         what = f"--cards {wanted}: there are {there} {kind} devices"
-        raise CommandError(ExitCode.USAGE, "foreign_device", what, _FIXES[kind])
+        raise CommandError(ExitCode.USAGE, "foreign_device", what, _FIX)
     names = tuple(f"{kind}:{number}" for number in numbers)
     if gpus is None and numbers != list(range(len(numbers))):
         # A daemon's cpu devices are always numbered from 0.
         what = f"--cards {wanted}: cpu devices are numbered from 0 without gaps"
-        raise CommandError(ExitCode.USAGE, "bad_value", what, _FIXES[kind])
+        raise CommandError(ExitCode.USAGE, "bad_value", what, _FIX)
     return Cards(names, () if gpus is None else tuple(gpus.uuid(number) for number in numbers))
 
 
 def _numbers(wanted: str, kind: str, there: int) -> list[int]:
-    if wanted == ALL and kind == "cuda":
-        return list(range(there)) or [0]
+    if wanted == ALL:
+        return list(range(there if kind == "cuda" else ALL_CPU)) or [0]
     if wanted.isdecimal() and int(wanted) >= 1:
         return list(range(min(int(wanted), there + 1)))  # one more than there are will be refused
     found = [_NAME.fullmatch(part.strip()) for part in wanted.split(",")]
     numbers = [int(match[2]) for match in found if match is not None and match[1] == kind]
     if len(numbers) != len(found) or len(set(numbers)) != len(numbers):
-        raise CommandError(ExitCode.USAGE, "bad_value", f"--cards {wanted}: no such {kind} devices", _FIXES[kind])
+        raise CommandError(ExitCode.USAGE, "bad_value", f"--cards {wanted}: no such {kind} devices", _FIX)
     return numbers
 
 

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report
 
 def _run(args: argparse.Namespace, progress: Progress) -> Report:
     on_cuda = wants_cuda(args)
-    cards = chosen_cards("4" if args.cards == "all" and not on_cuda else args.cards, on_cuda=on_cuda)
+    cards = chosen_cards(args.cards, on_cuda=on_cuda)
     victim = _victim(args, cards)
     daemon_settings = {
         **_SETTINGS,

@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from typing import Final
 
 from ipc.messages import Captured, Restored
-from stratad.bench.cards import Cards, add_cards_argument, chosen_cards
+from stratad.bench.cards import ALL, Cards, add_cards_argument, chosen_cards
 from stratad.bench.copy_layout import PLAIN_LAYOUTS, PlaneForm, largest_slot_bytes
 from stratad.bench.copy_rounds import CopySource, add_device_argument, open_on, timed, wants_cuda
 from stratad.bench.cpu_engine import NAMESPACE
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     add_device_argument(parser, "cpu")
     add_cards_argument(parser, "all")
-    parser.add_argument("--stages", type=int, help="stages, on the cards in turn (default: one a card; on cpu: 4)")
+    parser.add_argument("--stages", type=int, help="stages, on the cards in turn (default: one a card)")
     parser.add_argument(
         "--link-bytes-per-s", type=float, default=200e6, help="on cpu: rate of each stage's link (default: 2e8)"
     )
@@ -109,8 +109,8 @@ class _Plan:
         if args.stage_mib is not None and args.stage_mib < 1:
             raise CommandError(ExitCode.USAGE, "bad_value", f"--stage-mib must be at least 1, got {args.stage_mib}")
         on_cuda = wants_cuda(args)
-        wanted = str(args.stages or 4) if args.cards == "all" and not on_cuda else args.cards
-        self.cards: Final[Cards] = chosen_cards(wanted, on_cuda=on_cuda)
+        one_each = args.cards == ALL and args.stages is not None and not on_cuda
+        self.cards: Final[Cards] = chosen_cards(str(args.stages) if one_each else args.cards, on_cuda=on_cuda)
         self.stages: Final[int] = len(self.cards.names) if args.stages is None else args.stages
         self.layout: Final[str] = args.layout
         self.link_bytes_per_s: Final[float] = 0.0 if on_cuda else args.link_bytes_per_s

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stratad.bench.cards import choose_cards
+from stratad.config import load_config
 from stratad.ctl.bench import MIN_ROUNDS
 from stratad.ctl.connection import DaemonClient, Target
 from stratad.ctl.main import build_parser
@@ -139,6 +140,12 @@ def test_every_file_of_gpu_tests_is_run(tool: Any) -> None:
     steps = sys.modules["multi_gpu_steps"].plan(4, dry=False)
     run = [Path(word).name for step in steps for word in step.command if word.startswith("tests/gpu/")]
     assert sorted(run) == sorted(path.name for path in (TOOLS.parent / "tests/gpu").glob("test_*.py"))
+
+
+def test_the_number_of_cards_for_the_tests_is_no_setting_of_a_daemon(tool: Any) -> None:
+    variable = sys.modules["multi_gpu_steps"].CARDS_VARIABLE
+    assert f'VARIABLE = "{variable}"' in (TOOLS.parent / "tests/gpu/cards.py").read_text()
+    load_config([], {"XDG_RUNTIME_DIR": "/run", variable: "4"})
 
 
 def _result(simulated: bool, **figures: dict[str, Any]) -> dict[str, Any]:
