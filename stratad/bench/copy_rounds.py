@@ -184,9 +184,9 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
     if not on_cuda and (args.saturate or args.paths != ["auto"]):
         raise CommandError(ExitCode.USAGE, "bad_value", "--paths and --saturate are for --device cuda")
     layouts = args.layouts or (LAYOUTS if on_cuda else PLAIN_LAYOUTS)
-    image_bytes = args.stages * largest_slot_bytes(layouts, args.image_mib * _MIB // args.stages)
-    # Stages that share a card: each card's arena has room for as many.
-    image_bytes = image_bytes * -(-args.stages // len(cards.names)) * len(cards.names) // args.stages
+    # All cards have an arena of the same size: with room for as many stages as lie on the fullest.
+    stages_a_card = -(-args.stages // len(cards.names))
+    image_bytes = stages_a_card * len(cards.names) * largest_slot_bytes(layouts, args.image_mib * _MIB // args.stages)
     settings = {
         "daemon.devices": cards.devices,
         "ram.budget_bytes": str(int(_BUDGET_IMAGES * image_bytes) + 64 * _MIB * len(cards.names)),
