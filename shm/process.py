@@ -5,6 +5,7 @@ A process is named by its pid and its start time. Both must have been seen in th
 """
 
 import errno
+import functools
 import os
 import select
 from pathlib import Path
@@ -89,8 +90,9 @@ def pidfd_ended(pidfd: int) -> bool:
     return bool(poller.poll(0))
 
 
+@functools.cache
 def boot_id() -> bytes:
-    """16 bytes that are new at each boot."""
+    """16 bytes that are new at each boot. Read once: a process that has run out of descriptors needs them too."""
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", ""))
 
 

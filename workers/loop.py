@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import resource
 import select
 import threading
 import time
@@ -223,7 +224,7 @@ class Worker:
             **self._device.resources(),
             **self._desk.counts,
             "threads": threading.active_count(),
-            "fds": len(os.listdir("/proc/self/fd")) - 1,  # noqa: PTH208 - the listing itself is one of them
+            "fds": _open_files(),
         }
 
     def _read_mailbox(self) -> None:
@@ -275,3 +276,11 @@ def connect(spec: WorkerSpec) -> tuple[Lifeline, StreamLink]:
     )
     link.send(encode(WorkerHello(spec.worker, spec.generation, spec.token, os.getpid(), PROTOCOL_VERSION)), _SEND_S)
     return lifeline, link
+
+
+def _open_files() -> int:
+    """Descriptors of this process: where none is left to look with, as many as it may have."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # noqa: PTH208 - the listing itself is one of them
+    except OSError:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

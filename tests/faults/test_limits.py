@@ -42,10 +42,11 @@ def check_round(engine: FakeEngine, conversation: str) -> None:
 @contextmanager
 def no_more_files(pid: int, spare: int = 0) -> Iterator[None]:
     """The process has as many descriptors as it may have, but for `spare`."""
-    highest = max(int(name) for name in os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}  # noqa: PTH208
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    # What is free below the highest one may still be taken: the limit is on the number, not on the count.
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(len(os.listdir(f"/proc/{pid}/fd")), highest) + spare, before[1]))  # noqa: PTH208
+    # The limit is on the number, not on the count, and the kernel hands out the lowest number that is free.
+    lowest = next(number for number in range(len(taken) + 1) if number not in taken)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest + spare, before[1]))
     try:
         yield
     finally:
@@ -193,7 +194,7 @@ def test_pools_that_are_sent_leave_what_others_need() -> None:
         check_round(engine, "a")
         paths = socket_paths(daemon.run_dir, daemon.instance)
         pool = os.memfd_create("never-registered")
-        with Lifeline.connect(paths.life, 5.0) as lifeline, no_more_files(daemon.pid, SPARE_LEAST + 4):
+        with Lifeline.connect(paths.life, 5.0) as lifeline, no_more_files(daemon.pid, SPARE_LEAST + 3):
             for tag in range(MAX_STASHED):
                 lifeline.send_descriptor(tag, pool, 5.0)
             check_round(engine, "a")  # whatever was sent before has been read

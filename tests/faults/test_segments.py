@@ -217,6 +217,7 @@ def test_as_process_1_it_reaps_its_workers_and_what_others_leave_behind() -> Non
         "restarts.give_up_after": "1000",
         "restarts.backoff_first_s": "0.001",
         "restarts.backoff_cap_s": "0.001",
+        "ram.grow_again_s": "0.1",  # two in a row may die while they make a shuttle
     }
     with DaemonProcess("cpu:1", settings, prefix=PID_NAMESPACE, forks=True) as daemon:
         killed: set[int] = set()

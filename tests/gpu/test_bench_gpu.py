@@ -16,7 +16,8 @@ from tests.gpu.cards import cards  # noqa: E402 - needs torch
 
 @pytest.mark.parametrize("stages", ["1", "2"])
 def test_slots_on_cuda(stages: str) -> None:
-    report = bench("slots", "--device", "cuda", "--image-mib", "64", "--stages", stages)
+    words = ("--image-mib", "64", "--stages", stages, "--layouts", "slot", "paged")
+    report = bench("slots", "--device", "cuda", *words)
     check_slots(report, "cuda")
     assert report["settings"]["device_name"] == torch.cuda.get_device_name(0)
     assert report["versions"]["torch"] == torch.__version__
