@@ -48,8 +48,8 @@ def pack_tokens(tokens: TokensLike) -> bytes:
     Raises:
         UsageError: none at all, no integers, below 0 or above 2^32 - 1 (code ``bad_tokens``).
     """
-    if isinstance(tokens, bytes):
-        packed = tokens
+    if isinstance(tokens, bytes | bytearray):
+        packed = bytes(tokens)
         if len(packed) % TOKEN_BYTES:
             raise UsageError("bad_tokens", f"packed tokens have {len(packed)} bytes, expected a multiple of 4")
     elif isinstance(tokens, array) and tokens.typecode in "IL" and tokens.itemsize == TOKEN_BYTES:
@@ -115,6 +115,8 @@ def _pack_sequence(given: object) -> bytes:
 
 
 def _rows_of_range(rows: range) -> RowList:
+    if rows and not (0 <= rows[0] < U32_LIMIT and 0 <= rows[-1] < U32_LIMIT):  # before so many are counted, or made
+        raise UsageError("bad_rows", f"rows must be 0..{U32_LIMIT - 1}, got {rows}")
     if rows.step == 1:
         return _checked(((rows.start, len(rows)),) if len(rows) else ())
     return _rows_of_numbers(array("q", rows))
@@ -133,6 +135,8 @@ def _rows_of_sequence(given: object) -> RowList:
             ):
                 return _checked(pairs)  # what `shm.rows` makes, and what thousands of runs come as
             return _checked([(first.__index__(), count.__index__()) for first, count in pairs])
+        if isinstance(rows, bytes | bytearray):
+            rows = list(rows)  # an array would take eight of them for one number
         return _rows_of_numbers(array("q", cast("Sequence[int]", rows)))
     except (TypeError, ValueError, AttributeError) as exc:
         raise UsageError(

@@ -52,7 +52,7 @@ def main() -> int:
         print("multi_gpu: torch sees no GPU; --dry-run shows what would be run", file=sys.stderr)
         return 2
     if not args.dry_run:
-        os.environ["STRATAD_TEST_CARDS"] = str(cards)
+        os.environ[steps_of.CARDS_VARIABLE] = str(cards)
     if args.room_gib:
         steps_of.make_room(args.room_gib << 30)
     steps = _chosen(steps_of.plan(cards, dry=args.dry_run), args.steps, args.skip)

@@ -23,9 +23,12 @@ MODEL_TOKEN_BYTES = 128 * 1024
 STAGES_ARENAS = 2 * 1.125
 STAGES_SPARE_BYTES = 2 * 256 * MIB + GIB
 LONG_TOKENS = 391 * 256  # whole chunks
+# How many cards the GPU tests use. Not one of ours by name: those are the daemon's settings, and doctor looks at them.
+CARDS_VARIABLE = "GPU_TEST_CARDS"
 # Doctor's words for "there are warnings" and "something is wrong": also then it has said what there is.
 DOCTOR_CODES = (0, 4, 5)
 PARALLEL_TARGET, LINK_TARGET, P99_TARGET = 3.8, 0.95, 2.0
+PARALLEL_CARDS = 4  # fewer cannot be so much sooner together
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,6 @@ def plan(cards: int, *, dry: bool) -> list[Step]:
     small = {"copy": "16", "stage": "4", "slots": "16"} if dry else {"copy": "4096", "stage": "1024", "slots": "4096"}
     stages_size = ["--stage-mib", "8"] if dry else ["--tokens", str(fitting_tokens(cards))]
     links = [sys.executable, "-P", "-m", "stratad.bench.links", "--device", device, "--cards", every, "--json"]
-    delta = "" if _has_bench("delta") else "there is no `stratactl bench delta` in this build"
     delta_size = ["--tokens", "6400", "--planes", "2", "--conversations", "4", "--prefix-tokens", "1024"] if dry else []
     soak = CHECKOUT / "tools/soak.py"
     steps = [
@@ -73,7 +75,7 @@ def plan(cards: int, *, dry: bool) -> list[Step]:
         Step("fault-matrix", [*ctl, "fault-matrix", *_matrix(cards, dry=dry), "--json"], 150, figures=_cells),
         *_tests("tests-cards", _CARD_TESTS, 240, dry=dry),
         bench("recover", "--images", "0" if not dry else "8", "--kills", "2", limit_s=90),
-        bench("delta", *delta_size, limit_s=150, why_not=delta),
+        bench("delta", *delta_size, limit_s=150),
     ]  # fmt: skip
     for fewer in (1, 2):
         if fewer < cards:
@@ -118,11 +120,6 @@ def _matrix(cards: int, *, dry: bool) -> list[str]:
         ops, kinds = "capture,restore", "exception"
     devices = f"cpu:{cards}" if dry else "cuda:all"
     return ["--devices", devices, "--stages", str(max(cards, 2)), "--ops", ops, "--kinds", kinds, "--points", "none"]
-
-
-def _has_bench(name: str) -> bool:
-    command = [sys.executable, "-P", "-m", "stratad.ctl", "bench", name, "--help"]
-    return subprocess.run(command, capture_output=True, env=environment(), check=False).returncode == 0
 
 
 def fitting_tokens(cards: int) -> int:
@@ -198,8 +195,8 @@ def counted(text: str) -> dict[str, Any]:
 
 
 def targets(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What must be reached with four cards, and what was: nothing of a step that did not pass. A dry run meets nothing
-    and misses nothing: `met` is None.
+    """What must be reached (some of it by four cards at least), and what was: nothing of a step that did not pass. A
+    dry run meets nothing and misses nothing: `met` is None.
     """
     figures = {entry["name"]: entry["figures"] for entry in result["steps"] if entry["state"] == PASSED}
     found: list[dict[str, Any]] = []
@@ -212,7 +209,8 @@ def targets(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         for op in ("capture", "restore"):
             got = stages[f"{op}_parallel_over_serial"]
             note = f"{stages.get('tokens')} tokens"
-            target("stages", f"{op}: serial over parallel >= {PARALLEL_TARGET}", got, got >= PARALLEL_TARGET, note)
+            if result["cards"] >= PARALLEL_CARDS:
+                target("stages", f"{op}: serial over parallel >= {PARALLEL_TARGET}", got, got >= PARALLEL_TARGET, note)
             share = stages.get(f"{op}_link_over_alone")
             if share is not None:
                 at_once = stages["at_once_over_alone"]

@@ -10,6 +10,7 @@ from stratad.ctl.output import CommandError
 from stratad.devices import MAX_CPU_WORKERS
 
 ALL: Final = "all"
+ALL_CPU: Final = 4  # `cpu` workers are as many as one likes: these stand for the cards of a host
 _FIX: Final = "give how many of the first, `all`, or names such as cuda:0,cuda:2 (on cpu: cpu:0,cpu:1)"
 _NAME: Final = re.compile(r"(cuda|cpu):([0-9]{1,4})")
 
@@ -56,7 +57,8 @@ def add_cards_argument(parser: argparse.ArgumentParser, default: str) -> None:
         "--cards",
         default=default,
         metavar="N|all|NAME,...",
-        help=f"the first N cards, all, or these, such as cuda:0,cuda:2; on cpu: N workers (default: {default})",
+        help=f"the first N cards, all, or these, such as cuda:0,cuda:2; on cpu: N workers, all: {ALL_CPU} (default: "
+        f"{default})",
     )
 
 
@@ -90,10 +92,10 @@ def choose_cards(wanted: str, gpus: Gpus | None) -> Cards:
 
 
 def _numbers(wanted: str, kind: str, there: int) -> list[int]:
-    if wanted == ALL and kind == "cuda":
-        return list(range(there)) or [0]
+    if wanted == ALL:
+        return list(range(there if kind == "cuda" else ALL_CPU)) or [0]
     if wanted.isdecimal() and int(wanted) >= 1:
-        return list(range(int(wanted)))
+        return list(range(min(int(wanted), there + 1)))  # one more than there are will be refused
     found = [_NAME.fullmatch(part.strip()) for part in wanted.split(",")]
     numbers = [int(match[2]) for match in found if match is not None and match[1] == kind]
     if len(numbers) != len(found) or len(set(numbers)) != len(numbers):

@@ -57,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report:
     """Fill one catalog, then run all rounds on it. Raises `CommandError`."""
+    for name in ("images", "stages", "lookups", "captures"):
+        if getattr(args, name) < 1:
+            what = f"--{name} must be at least 1, got {getattr(args, name)}"
+            raise CommandError(ExitCode.USAGE, "bad_value", what)
     per_stage = args.chunks // (args.images * args.stages)
     if per_stage < 1 or min(args.small, args.large) < 1:
         raise CommandError(ExitCode.USAGE, "bad_value", "every image needs at least one chunk a stage", "more --chunks")

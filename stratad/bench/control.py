@@ -40,6 +40,10 @@ _MIB: Final = 1 << 20
 _BLOCK: Final = 250
 _PAGED_BLOCK: Final = 10
 _CLIENTS_S: Final = 600.0
+# Tokens of the slots of single blocks are those of nobody else: far above the other conversations', all within u32.
+_PAGED_FIRST: Final = 1 << 12
+_MOST_BLOCKS: Final = 1_000_000
+_MAY_BE_NONE: Final = ("restores", "warm_up", "clients", "blocks", "paged")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,13 +71,14 @@ def run(args: argparse.Namespace, target: Target, progress: Progress) -> Report:
     """Run all rounds. Raises `CommandError` and what the client raises."""
     arms = parse_arms(args.arms) if args.arms else PLAIN
     if args.arms and args.attach:
-        raise CommandError(ExitCode.USAGE, "bad_value", "--arms starts daemons, --attach takes one that runs", "")
+        raise CommandError(ExitCode.USAGE, "bad_value", "--arms starts daemons, --attach takes one that runs")
+    _check(args)
     rows: list[Row] = []
     welcome: Welcome | None = None
     for number in range(args.rounds):
         progress(f"control: round {number + 1} of {args.rounds}")
         with contextlib.ExitStack() as stack:
-            sessions = [stack.enter_context(_Session.open(stack, args, arm, target)) for arm in arms]
+            sessions = [_Session.open(stack, args, arm, target) for arm in arms]
             _take_turns(sessions, args)
             for session in sessions:
                 session.check_bytes()
@@ -82,6 +87,16 @@ def run(args: argparse.Namespace, target: Target, progress: Progress) -> Report:
     assert welcome is not None
     ratios = _ratios(rows, arms)
     return Report(NAME, rows, ratios, _settings(args), welcome, split_by="arm")
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, least in (("stages", 1), ("captures", 1), *((name, 0) for name in _MAY_BE_NONE)):
+        value = getattr(args, name)
+        most = _MOST_BLOCKS if name == "blocks" else value
+        if not least <= value <= most:
+            bound = f"at least {least}" + (f" and at most {_MOST_BLOCKS}" if name == "blocks" else "")
+            what = f"--{name.replace('_', '-')} must be {bound}, got {value}"
+            raise CommandError(ExitCode.USAGE, "bad_value", what)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Json]:
@@ -118,9 +133,7 @@ class _Session:
         self.paged: Work | None = None
 
     @classmethod
-    def open(
-        cls, stack: contextlib.ExitStack, args: argparse.Namespace, arm: Arm, target: Target
-    ) -> "contextlib.AbstractContextManager[_Session]":
+    def open(cls, stack: contextlib.ExitStack, args: argparse.Namespace, arm: Arm, target: Target) -> "_Session":
         """Start what is needed; `stack` ends it."""
         devices = [f"cpu:{stage}" for stage in range(args.stages)]
         if args.attach:
@@ -140,9 +153,9 @@ class _Session:
         if args.blocks and args.paged:
             engine = CpuEngine.register(client, devices, tokens=args.blocks, row_bytes=_BLOCK_BYTES, slots=2)
             stack.enter_context(engine)
-            session.paged = Work(engine, _shuffled(args.blocks), prefix="paged-", first_token=1 << 16)
+            session.paged = Work(engine, _shuffled(args.blocks), prefix="paged-", first_token=_PAGED_FIRST)
         session.start_clients(args.clients, args.stages, stack)
-        return contextlib.nullcontext(session)
+        return session
 
     def start_clients(self, count: int, stages: int, stack: contextlib.ExitStack) -> None:
         """Start the clients that capture at once, and wait until all are registered."""

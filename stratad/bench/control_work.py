@@ -115,9 +115,11 @@ class Work:
         self._expected = {last: self._engine.digests(self._slots[last])}
 
     def last_restore_is_exact(self) -> bool:
-        """Restore the image captured last into a wiped slot and compare every byte."""
+        """Restore the image captured last into its slot, wiped, and compare every byte. In another slot, whose rows may
+        lie in another order, the same bytes would lie elsewhere.
+        """
         ((conversation, expected),) = self._expected.items()
-        slot = 0
+        slot = self._slots[conversation]
         self._engine.zero(slot)
         engine = self._engine.engine
         engine.restore(self._names[conversation], self._rows[slot], slot=slot).result()

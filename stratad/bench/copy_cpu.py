@@ -36,7 +36,7 @@ class CpuSource(CopyEngine):
         slot_bytes: int,
         slots: int,
         *,
-        cards: Sequence[str] = ("cpu:0",),
+        cards: Sequence[str],
         form: PlaneForm = USUAL_FORM,
     ) -> Self:
         """Reserve the pools and register them, on the devices in turn. Raises what the client raises."""

@@ -14,12 +14,10 @@ from stratad.bench.copy_baselines import baselines
 from stratad.bench.copy_engine import CopyEngine, register
 from stratad.bench.copy_layout import USUAL_FORM, CopyShape, PlaneForm, copy_shape
 from stratad.bench.links import near
+from stratad.bench.links_cuda import timing_event
 from stratad.client import Client, Engine
-from stratad.ctl.exit_codes import ExitCode
-from stratad.ctl.output import CommandError
 from stratad.pools import StagePool
 
-_DEVICE: Final = "cuda:0"
 # Long enough for the link to reach its rate, small enough to stay page-locked beside the shuttles.
 _LIMIT_BYTES: Final = 1 << 30
 _LIMIT_REPEATS: Final = 3
@@ -28,33 +26,17 @@ _MATRIX: Final = 8192
 _WAITING: Final = 4
 
 
-def first_gpu_uuid() -> str:
-    """UUID of the card that torch counts first, as the daemon's configuration spells it.
-
-    Raises:
-        CommandError: torch sees no GPU.
-    """
-    if not torch.cuda.is_available():
-        what = f"torch {torch.__version__} sees no GPU"
-        raise CommandError(
-            ExitCode.FAILED, "foreign_device", what, "see `stratactl doctor --torch`, or use --device cpu"
-        )
-    return f"GPU-{torch.cuda.get_device_properties(_DEVICE).uuid}"
-
-
 class CudaSource(CopyEngine):
     """Stages on one GPU or several. Owns their tensors, a copy of their bytes beside each, and, for the limits,
     page-locked buffers.
     """
 
-    def __init__(
-        self, engine: Engine, pools: Sequence[torch.Tensor], shape: CopyShape, *, cards: Sequence[str] = (_DEVICE,)
-    ) -> None:
+    def __init__(self, engine: Engine, pools: Sequence[torch.Tensor], shape: CopyShape) -> None:
         super().__init__(engine, shape)
-        self.device_name: Final = torch.cuda.get_device_name(cards[0])
         self._pools = list(pools)
         # In the order of the stages, those that have one: a card without a stage is of no interest.
         self._cards: Final = tuple(dict.fromkeys(str(pool.device) for pool in pools))
+        self.device_name: Final = torch.cuda.get_device_name(self._cards[0])
         self._expected = [torch.empty_like(pool) for pool in pools]
         self._first_rows = {card: torch.tensor(shape.row_numbers(0), device=card) for card in self._cards}
         self._last_rows = {card: torch.tensor(shape.row_numbers(-1), device=card) for card in self._cards}
@@ -69,7 +51,7 @@ class CudaSource(CopyEngine):
         slot_bytes: int,
         slots: int,
         *,
-        cards: Sequence[str] = (_DEVICE,),
+        cards: Sequence[str],
         form: PlaneForm = USUAL_FORM,
     ) -> Self:
         """Allocate the pools and register them, on the cards in turn. Raises what the client raises."""
@@ -78,7 +60,7 @@ class CudaSource(CopyEngine):
         pools = [torch.empty(shape.pool_bytes, dtype=torch.uint8, device=place) for place in places]
         _synchronize(places)
         stage_pools = [StagePool(place, shape.layout, pool) for place, pool in zip(places, pools, strict=True)]
-        return cls(register(client, stage_pools), pools, shape, cards=cards)
+        return cls(register(client, stage_pools), pools, shape)
 
     def refill(self, number: int, *, alike: bool = True) -> None:
         """New random bytes in every pool; `alike`: the last slot's like the first's."""
@@ -220,7 +202,7 @@ def _timed_copies(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
         by_card.setdefault(str(source.device if source.is_cuda else destination.device), []).append(
             (source, destination)
         )
-    events = [(_timing_event(), _timing_event(), card) for card in by_card]
+    events = [(timing_event(), timing_event(), card) for card in by_card]
     for start, end, card in events:
         with torch.cuda.device(card):
             start.record()
@@ -230,7 +212,3 @@ def _timed_copies(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     for _, end, _ in events:
         end.synchronize()
     return max(float(start.elapsed_time(end)) for start, end, _ in events) / 1000
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -2,11 +2,13 @@
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from shm.layout import Plane, StageLayout, one_group
 from shm.rows import RowRuns, runs_of
+from stratad.config import CopyConfig
 
 # A layer's K or V of a model with 8 K/V heads of 64 in bf16: small pieces are what makes this hard.
 TOKEN_BYTES: Final = 1024
@@ -117,3 +119,11 @@ def copy_shape(
     else:
         runs = tuple(((slot * slot_rows, slot_rows),) for slot in range(slots))
     return CopyShape(StageLayout(one_group(planes), chunk_tokens=chunk_tokens), runs, tokens)
+
+
+def largest_slot_bytes(layouts: Sequence[str], slot_bytes: int, form: PlaneForm = USUAL_FORM) -> int:
+    """What a slot of about `slot_bytes` bytes takes in the layout in which it takes most, at least `slot_bytes`: the
+    budget of a daemon whose chunks have the usual length is made of it.
+    """
+    chunk_tokens = CopyConfig().chunk_tokens
+    return max(slot_bytes, *(copy_shape(name, slot_bytes, chunk_tokens, 1, form).slot_bytes for name in layouts))

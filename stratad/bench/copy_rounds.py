@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeVar
 
 from ipc.messages import Captured, Copied, Restored
 from stratad.bench.cards import Cards, add_cards_argument, chosen_cards
-from stratad.bench.copy_layout import LAYOUTS, PLAIN_LAYOUTS, PLANES, USUAL_FORM, PlaneForm
+from stratad.bench.copy_layout import LAYOUTS, PLAIN_LAYOUTS, USUAL_FORM, PlaneForm, largest_slot_bytes
 from stratad.bench.daemon import PrivateDaemon
 from stratad.bench.progress import Progress
 from stratad.bench.report import Report, Row, column, worst_low
@@ -178,18 +178,20 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
         args.image_mib = _CUDA_DEFAULT_MIB if on_cuda else _CPU_DEFAULT_MIB
     if args.stages is None:
         args.stages = len(cards.names)
-    for option, value in (("--stages", args.stages), ("--image-mib", args.image_mib)):
-        if value < 1:
+    for option, value in (("--stages", args.stages), ("--image-mib", args.image_mib), ("--slice-mib", args.slice_mib)):
+        if value is not None and value < 1:
             raise CommandError(ExitCode.USAGE, "bad_value", f"{option} must be at least 1, got {value}")
-    image_bytes = args.image_mib * _MIB
     if not on_cuda and (args.saturate or args.paths != ["auto"]):
         raise CommandError(ExitCode.USAGE, "bad_value", "--paths and --saturate are for --device cuda")
     layouts = args.layouts or (LAYOUTS if on_cuda else PLAIN_LAYOUTS)
+    # All cards have an arena of the same size: with room for as many stages as lie on the fullest.
+    stages_a_card = -(-args.stages // len(cards.names))
+    image_bytes = stages_a_card * len(cards.names) * largest_slot_bytes(layouts, args.image_mib * _MIB // args.stages)
     settings = {
         "daemon.devices": cards.devices,
         "ram.budget_bytes": str(int(_BUDGET_IMAGES * image_bytes) + 64 * _MIB * len(cards.names)),
     }
-    if args.slice_mib:
+    if args.slice_mib is not None:
         settings |= dict.fromkeys(("copy.staging_bytes", "copy.slice_bytes"), f"{args.slice_mib}MiB")
     rows: list[Row] = []
     device_name, welcome = "", None
@@ -207,7 +209,7 @@ def run_rounds(bench: CopyBench, args: argparse.Namespace, progress: Progress) -
         "device_name": device_name,
         "cards": list(cards.names),
         "stages": args.stages,
-        "image_bytes": image_bytes,
+        "image_bytes": args.image_mib * _MIB,
         "saturated": args.saturate,
     }
     ratios: Row = {name: worst_low(column(rows, "over_limit", op=op)) for name, op in bench.ratios.items()}
@@ -251,23 +253,6 @@ def add_device_argument(parser: argparse.ArgumentParser, default: str = "auto") 
     """``--device``."""
     said = "cuda if there is one" if default == "auto" else default
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default=default, help=f"default: {said}")
-
-
-def first_gpu() -> str:
-    """The daemon serves only the card that is measured: a budget is shared out over all cards it serves."""
-    from stratad.bench.copy_cuda import first_gpu_uuid  # noqa: PLC0415 - loads torch
-
-    return first_gpu_uuid()
-
-
-@contextmanager
-def open_source(  # noqa: PLR0917 - one call makes an engine
-    client: Client, layout: str, stages: int, slot_bytes: int, slots: int, planes: int = PLANES, *, on_cuda: bool
-) -> Iterator[CopySource]:
-    """An engine of the asked kind on the first device, with so many planes a stage."""
-    cards = Cards(("cuda:0",), (first_gpu(),)) if on_cuda else Cards(("cpu:0",))
-    with open_on(client, layout, stages, slot_bytes, slots, cards=cards, form=PlaneForm(planes)) as source:
-        yield source
 
 
 @contextmanager

@@ -8,19 +8,14 @@ with the same tokens and go on each in its own way. Every byte that is restored 
 
 import argparse
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Final
 
 from ipc.messages import Captured, Restored
 from shm.rows import pack_numbers
-from stratad.bench.copy_layout import BLOCK_TOKENS, PLAIN_LAYOUTS, TOKEN_BYTES
-from stratad.bench.copy_rounds import (
-    CopySource,
-    add_device_argument,
-    first_gpu,
-    open_source,
-    timed,
-    wants_cuda,
-)
+from stratad.bench.cards import Cards, chosen_cards
+from stratad.bench.copy_layout import BLOCK_TOKENS, PLAIN_LAYOUTS, TOKEN_BYTES, PlaneForm
+from stratad.bench.copy_rounds import CopySource, add_device_argument, open_on, timed, wants_cuda
 from stratad.bench.cpu_engine import NAMESPACE
 from stratad.bench.daemon import PrivateDaemon
 from stratad.bench.progress import Progress
@@ -64,14 +59,14 @@ def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report
     on_cuda = wants_cuda(args)
     if args.planes is None:
         args.planes = _CUDA_PLANES if on_cuda else _CPU_PLANES
-    for option in ("stages", "planes", "tokens", "prefix_tokens", "tail_tokens"):
-        least = 200 * BLOCK_TOKENS if option == "tokens" else 1
+    for option in ("stages", "planes", "tokens", "prefix_tokens", "tail_tokens", "conversations"):
+        least = {"tokens": 200 * BLOCK_TOKENS, "conversations": 0}.get(option, 1)
         if getattr(args, option) < least:
             what = f"--{option.replace('_', '-')} must be at least {least}, got {getattr(args, option)}"
             raise CommandError(ExitCode.USAGE, "bad_value", what)
-        if option not in {"stages", "planes"}:  # whole blocks, so that all of a row is compared
+        if option.endswith("tokens"):  # whole blocks, so that all of a row is compared
             setattr(args, option, -(-getattr(args, option) // BLOCK_TOKENS) * BLOCK_TOKENS)
-    bench = _Bench(args, on_cuda=on_cuda)
+    bench = _Bench(args, chosen_cards("1", on_cuda=on_cuda))
     rows: list[Row] = []
     with PrivateDaemon.start(bench.settings()) as daemon:
         progress(f"{NAME}: waiting for the daemon's workers")
@@ -102,9 +97,9 @@ def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report
 class _Bench:
     """What all rounds share."""
 
-    def __init__(self, args: argparse.Namespace, *, on_cuda: bool) -> None:
+    def __init__(self, args: argparse.Namespace, card: Cards) -> None:
         self._args = args
-        self._on_cuda = on_cuda
+        self._card = card
         self._token_bytes = args.planes * TOKEN_BYTES
         self.device_name = ""
         # Whole blocks, since an engine with blocks writes its next tokens into new ones.
@@ -117,19 +112,22 @@ class _Bench:
         shared_tokens = args.prefix_tokens + args.conversations * (args.tail_tokens + 512) if args.conversations else 0
         budget_bytes = max(_BUDGET_IMAGES * self.slot_bytes, 1.1 * shared_tokens * self._token_bytes) * args.stages
         return {
-            "daemon.devices": first_gpu() if self._on_cuda else "cpu:1",
+            "daemon.devices": self._card.devices,
             "ram.budget_bytes": str(int(budget_bytes) + 64 * _MIB),
             "shuttle.reuse": "verified",
         }
 
+    def _open(self, client: Client, layout: str, tokens: int) -> AbstractContextManager[CopySource]:
+        """An engine of one slot with room for so many tokens."""
+        # A slot is a whole number of chunks, the last one partly filled.
+        slot_bytes = (tokens + client.welcome.chunk_tokens) * self._token_bytes
+        form = PlaneForm(self._args.planes)
+        return open_on(client, layout, self._args.stages, slot_bytes, 1, cards=self._card, form=form)
+
     def turns(self, client: Client, layout: str, number: int) -> list[Row]:
         """One round of captures and restores."""
-        args = self._args
         rows: list[Row] = []
-        slot_bytes = (
-            self.slot_bytes + 256 * self._token_bytes
-        )  # a slot is a whole number of chunks, the last one partly
-        with open_source(client, layout, args.stages, slot_bytes, 1, args.planes, on_cuda=self._on_cuda) as source:
+        with self._open(client, layout, self._args.tokens) as source:
             self.device_name = source.device_name
             source.refill(number)
             arms: list[Callable[[Client, CopySource], list[Row]]] = [self._capture_full, self._capture_next]
@@ -181,8 +179,7 @@ class _Bench:
             return []
         prefix = args.prefix_tokens
         tokens = prefix + args.tail_tokens
-        slot_bytes = (tokens + 256) * self._token_bytes
-        with open_source(client, layout, args.stages, slot_bytes, 1, args.planes, on_cuda=self._on_cuda) as source:
+        with self._open(client, layout, tokens) as source:
             source.refill(number)
             before = client.stats().published_bytes
             for which in range(args.conversations):
@@ -210,8 +207,8 @@ class _Bench:
 
     def _own(self, prefix: int, which: int) -> bytes:
         """The beginning that all share, and a conversation's own tokens."""
-        own = (which + 1) << 24
-        return pack_numbers([*range(prefix), *range(own, own + self._args.tail_tokens)])
+        own = prefix + which * self._args.tail_tokens
+        return pack_numbers(range(prefix)) + pack_numbers(range(own, own + self._args.tail_tokens))
 
 
 def _check_exact(source: CopySource, what: str) -> None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from typing import Final
 
 from stratad.bench.cards import add_cards_argument, chosen_cards
-from stratad.bench.copy_layout import LAYOUTS, PlaneForm
+from stratad.bench.copy_layout import LAYOUTS, PLAIN_LAYOUTS, PlaneForm, largest_slot_bytes
 from stratad.bench.copy_rounds import CopySource, add_device_argument, open_on, timed, wants_cuda
 from stratad.bench.cpu_engine import NAMESPACE
 from stratad.bench.daemon import PrivateDaemon
@@ -46,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stage-mib", type=int, help=f"MiB a stage (default: {_CUDA_DEFAULT_MIB} on cuda, {_CPU_DEFAULT_MIB} on cpu)"
     )
-    parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help=f"default: {LAYOUTS[0]}")
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help=f"on cpu only {', '.join(PLAIN_LAYOUTS)} (default: {LAYOUTS[0]})",
+    )
     parser.add_argument(
         "--link-bytes-per-s", type=float, default=200e6, help="on cpu: rate of each lane's link (default: 2e8)"
     )
@@ -60,7 +65,11 @@ def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report
         args.stage_mib = _CUDA_DEFAULT_MIB if on_cuda else _CPU_DEFAULT_MIB
     if args.stage_mib < 1:
         raise CommandError(ExitCode.USAGE, "bad_value", f"--stage-mib must be at least 1, got {args.stage_mib}")
-    stages, stage_bytes = len(cards.names), args.stage_mib * _MIB
+    if not on_cuda and args.layout not in PLAIN_LAYOUTS:  # whose rows would not have the size in their name
+        what = f"--layout {args.layout} is for --device cuda; on cpu: {', '.join(PLAIN_LAYOUTS)}"
+        raise CommandError(ExitCode.USAGE, "bad_value", what)
+    form = PlaneForm() if on_cuda else _CPU_FORM
+    stages, stage_bytes = len(cards.names), largest_slot_bytes((args.layout,), args.stage_mib * _MIB, form)
     daemon_settings = {
         "daemon.devices": cards.devices,
         "cpu_device.link_bytes_per_s": "0" if on_cuda else f"{args.link_bytes_per_s:g}",
@@ -71,7 +80,6 @@ def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report
         daemon = stack.enter_context(PrivateDaemon.start(daemon_settings))
         client = stack.enter_context(daemon.connect()[0])
         links = stack.enter_context(closing(open_links(cards, _LINK_BYTES))) if on_cuda else None
-        form = PlaneForm() if on_cuda else _CPU_FORM
         source = stack.enter_context(open_on(client, args.layout, stages, stage_bytes, 2, cards=cards, form=form))
         for number in range(args.rounds + 1):
             progress(f"duplex: round {number} of {args.rounds}" if number else "duplex: warm-up")

@@ -8,6 +8,7 @@ its images into zeroed rows and compares them.
 """
 
 import argparse
+import math
 import os
 import signal
 import tempfile
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace, _target: Target, progress: Progress) -> Report
 
 def _run(args: argparse.Namespace, progress: Progress) -> Report:
     on_cuda = wants_cuda(args)
-    cards = chosen_cards("4" if args.cards == "all" and not on_cuda else args.cards, on_cuda=on_cuda)
+    cards = chosen_cards(args.cards, on_cuda=on_cuda)
     victim = _victim(args, cards)
     daemon_settings = {
         **_SETTINGS,
@@ -137,7 +138,7 @@ def _victim(args: argparse.Namespace, cards: Cards) -> int:
     if not -count <= args.victim < count:
         raise CommandError(ExitCode.USAGE, "bad_value", f"--victim must be 0 to {count - 1}, got {args.victim}")
     least_bytes = PLANES * ROW_BYTES * 16
-    if args.ops < 1 or args.pause_ms < 0 or args.medium_bytes < least_bytes:
+    if args.ops < 1 or not 0 <= args.pause_ms < math.inf or args.medium_bytes < least_bytes:
         what = f"--ops must be at least 1, --pause-ms at least 0, --medium-bytes at least {least_bytes}"
         raise CommandError(ExitCode.USAGE, "bad_value", what)
     return int(args.victim % count)

@@ -141,6 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mib", type=int, default=1024, help="MiB of one copy (default: 1024)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, last")
     chosen = parser.parse_args(arguments)
+    if chosen.mib < 1:
+        parser.error(f"--mib must be at least 1, got {chosen.mib}")
     try:
         cards = chosen_cards(chosen.cards, on_cuda=chosen.device == "cuda")
     except CommandError as exc:

@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from ipc.messages import Welcome, WorkerInfo
-from stratad.bench.copy_rounds import CopySource, add_device_argument, first_gpu, open_source, wants_cuda
+from stratad.bench.cards import chosen_cards
+from stratad.bench.copy_rounds import CopySource, add_device_argument, open_on, wants_cuda
 from stratad.bench.cpu_engine import NAMESPACE, CpuEngine, token_ids
 from stratad.bench.daemon import PrivateDaemon
 from stratad.bench.progress import Progress
@@ -106,10 +107,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _kill_workers(args: argparse.Namespace, progress: Progress) -> tuple[list[Row], Welcome, str]:
-    on_cuda = wants_cuda(args)
+    card = chosen_cards("1", on_cuda=wants_cuda(args))
     settings = {
         **_RESTARTS,
-        "daemon.devices": first_gpu() if on_cuda else "cpu:1",
+        "daemon.devices": card.devices,
         "ram.budget_bytes": str(args.arena_bytes),
         "ram.shuttle_bytes": str(args.shuttle_bytes),
         "ram.prefault": "true",
@@ -117,7 +118,7 @@ def _kill_workers(args: argparse.Namespace, progress: Progress) -> tuple[list[Ro
     rows: list[Row] = []
     with PrivateDaemon.start(settings) as daemon:
         client, _ = daemon.connect()
-        with client, open_source(client, "slot", 1, _SLOT_BYTES, 2, on_cuda=on_cuda) as source:
+        with client, open_on(client, "slot", 1, _SLOT_BYTES, 2, cards=card) as source:
             source.refill(0)
             source.capture("kept")
             progress("recover: waiting for the whole arena")

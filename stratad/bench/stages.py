@@ -16,8 +16,8 @@ from contextlib import ExitStack, closing
 from typing import Final
 
 from ipc.messages import Captured, Restored
-from stratad.bench.cards import Cards, add_cards_argument, chosen_cards
-from stratad.bench.copy_layout import LAYOUTS, PlaneForm
+from stratad.bench.cards import ALL, Cards, add_cards_argument, chosen_cards
+from stratad.bench.copy_layout import PLAIN_LAYOUTS, PlaneForm, largest_slot_bytes
 from stratad.bench.copy_rounds import CopySource, add_device_argument, open_on, timed, wants_cuda
 from stratad.bench.cpu_engine import NAMESPACE
 from stratad.bench.daemon import PrivateDaemon
@@ -50,11 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     add_device_argument(parser, "cpu")
     add_cards_argument(parser, "all")
-    parser.add_argument("--stages", type=int, help="stages, on the cards in turn (default: one a card; on cpu: 4)")
+    parser.add_argument("--stages", type=int, help="stages, on the cards in turn (default: one a card)")
     parser.add_argument(
         "--link-bytes-per-s", type=float, default=200e6, help="on cpu: rate of each stage's link (default: 2e8)"
     )
-    parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help=f"default: {LAYOUTS[0]}")
+    parser.add_argument(
+        "--layout", choices=PLAIN_LAYOUTS, default=PLAIN_LAYOUTS[0], help=f"default: {PLAIN_LAYOUTS[0]}"
+    )
     parser.add_argument("--tokens", type=int, default=_MODEL_TOKENS, help=f"on cuda (default: {_MODEL_TOKENS})")
     parser.add_argument(
         "--stage-mib", type=int, help=f"MiB a stage (default: {_CPU_STAGE_MIB} on cpu, --tokens on cuda)"
@@ -102,21 +104,23 @@ class _Plan:
     """What is measured where."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        if (args.stages is not None and args.stages < 1) or args.tokens < 1:
+            raise CommandError(ExitCode.USAGE, "bad_value", "--stages and --tokens must be at least 1")
+        if args.stage_mib is not None and args.stage_mib < 1:
+            raise CommandError(ExitCode.USAGE, "bad_value", f"--stage-mib must be at least 1, got {args.stage_mib}")
         on_cuda = wants_cuda(args)
-        wanted = str(args.stages or 4) if args.cards == "all" and not on_cuda else args.cards
-        self.cards: Final[Cards] = chosen_cards(wanted, on_cuda=on_cuda)
+        one_each = args.cards == ALL and args.stages is not None and not on_cuda
+        self.cards: Final[Cards] = chosen_cards(str(args.stages) if one_each else args.cards, on_cuda=on_cuda)
         self.stages: Final[int] = len(self.cards.names) if args.stages is None else args.stages
         self.layout: Final[str] = args.layout
         self.link_bytes_per_s: Final[float] = 0.0 if on_cuda else args.link_bytes_per_s
-        if self.stages < 1 or args.tokens < 1 or (args.stage_mib is not None and args.stage_mib < 1):
-            what = "--stages, --tokens and --stage-mib must be at least 1"
-            raise CommandError(ExitCode.USAGE, "bad_value", what)
         planes = max(_MODEL_PLANES // self.stages, 1)
         self.form: Final = PlaneForm(planes, _MODEL_TOKEN_BYTES) if on_cuda else _CPU_FORM
         if args.stage_mib is not None or not on_cuda:
-            self.stage_bytes: int = (args.stage_mib or _CPU_STAGE_MIB) * _MIB
+            wanted_bytes = (args.stage_mib or _CPU_STAGE_MIB) * _MIB
         else:
-            self.stage_bytes = args.tokens * planes * _MODEL_TOKEN_BYTES
+            wanted_bytes = args.tokens * planes * _MODEL_TOKEN_BYTES
+        self.stage_bytes: Final = largest_slot_bytes((self.layout,), wanted_bytes, self.form)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -144,7 +148,9 @@ class _Arm:
         self.stage_bytes: Final = self._source.image_bytes // plan.stages
         self.tokens: Final = self.stage_bytes // (plan.form.planes * plan.form.token_bytes)
         rate = plan.link_bytes_per_s
-        self._least_s = self.stage_bytes / rate * (1 if parallel else plan.stages) if rate else None
+        # Stages of one card share its link.
+        turns = -(-plan.stages // len(plan.cards.names)) if parallel else plan.stages
+        self._least_s = self.stage_bytes / rate * turns if rate else None
         self.measure(-1, ())  # first touch of the shuttles and pools is no part of the measurement
 
     def measure(self, number: int, limits: Sequence[Row]) -> list[Row]:

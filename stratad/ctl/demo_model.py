@@ -75,8 +75,11 @@ def check_device(device: str, cards: int = 1) -> None:
         what = f"--cards {cards}, but torch sees {seen.gpus} GPUs"
         raise CommandError(ExitCode.USAGE, "bad_value", what, "give fewer --cards")
     if seen.trouble:
-        fix = f"give --device cpu or --device auto; for a GPU: {TORCH_FIX}"
-        raise CommandError(ExitCode.USAGE, "bad_value", f"--device cuda, but {seen.trouble}", fix)
+        asked = "--device cuda" if cards == 1 else f"--cards {cards}"
+        less = "--device cpu or --device auto" if cards == 1 else "one --cards"
+        raise CommandError(
+            ExitCode.USAGE, "bad_value", f"{asked}, but {seen.trouble}", f"give {less}; for GPUs: {TORCH_FIX}"
+        )
 
 
 def layers_of(model: str) -> int | None:

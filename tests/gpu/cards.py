@@ -1,4 +1,4 @@
-"""The cards that GPU tests use: every one that torch sees, or ``STRATAD_TEST_CARDS`` of them. Where there are several,
+"""The cards that GPU tests use: every one that torch sees, or ``GPU_TEST_CARDS`` of them. Where there are several,
 the stages of an engine lie on them in turn.
 """
 
@@ -6,7 +6,7 @@ import os
 
 import torch
 
-VARIABLE = "STRATAD_TEST_CARDS"
+VARIABLE = "GPU_TEST_CARDS"
 
 
 def cards() -> list[str]:

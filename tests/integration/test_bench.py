@@ -54,7 +54,7 @@ SMALL = ("--stages", "2", "--captures", "24", "--restores", "6", "--warm-up", "2
 
 
 def test_control() -> None:
-    report = bench("control", *SMALL, "--blocks", "64", "--paged", "2")
+    report = bench("control", *SMALL, "--blocks", "64", "--paged", "3")  # the last of them out of the second slot
     ratios = report["ratios"]
     captures = [row for row in report["rows"] if row["arm"] == "capture"]
     assert ratios["p50_ms"] == max(row["p50_ms"] for row in captures) > 0
@@ -111,6 +111,14 @@ def test_stages() -> None:
         assert row["seconds"] >= row["link_limit_s"], "nothing is faster than its link"
     # Two links, 42 ms each: serial must be visibly slower whatever the host does beside.
     assert report["ratios"]["parallel_over_serial"] > 1.2
+
+
+def test_stages_of_one_card_share_its_link() -> None:
+    words = ["--cards", "1", "--stages", "2", "--stage-mib", "1", "--link-bytes-per-s", "4e8"]
+    report = bench("stages", *words)
+    stage_bytes = report["settings"]["bytes_per_stage"]
+    assert stage_bytes == 4 << 20, "no less than a chunk"
+    assert {row["link_limit_s"] for row in report["rows"]} == {round(2 * stage_bytes / 4e8, 4)}
 
 
 def test_duplex() -> None:
@@ -355,6 +363,44 @@ def test_delta_on_cpu() -> None:
         by_op = {op: [row["seconds"] for row in rows if row["op"] == op] for op in (op, whole)}
         worst = max(mine / theirs for mine, theirs in zip(by_op[op], by_op[whole], strict=True))
         assert report["ratios"][name] == pytest.approx(worst, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["control", "--stages", "0"],
+        ["control", "--captures", "0"],
+        ["control", "--clients", "-1"],
+        ["control", "--warm-up", "-1"],
+        ["control", "--blocks", "1000001"],
+        ["catalog", "--images", "0"],
+        ["catalog", "--stages", "0"],
+        ["catalog", "--lookups", "0"],
+        ["catalog", "--captures", "0"],
+        ["copy", "--slice-mib", "0", "--device", "cpu"],
+        ["delta", "--conversations", "-1", "--device", "cpu"],
+        ["isolate", "--pause-ms", "nan", "--device", "cpu"],
+        ["isolate", "--pause-ms", "inf", "--device", "cpu"],
+        ["stages", "--stages", "-1"],
+        ["stages", "--stage-mib", "0"],
+        ["duplex", "--layout", "rows-4k", "--device", "cpu"],
+    ],
+)
+def test_values_that_cannot_be_measured_are_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["bench", *words]) == ExitCode.USAGE
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    error = capsys.readouterr().err
+    assert words[1] in error
+    assert "[bad_value]" in error
+
+
+def test_delta_of_more_conversations_than_a_byte_counts() -> None:
+    words = ["--tokens", "3200", "--planes", "4", "--prefix-tokens", "256", "--tail-tokens", "16", "--layouts", "slot"]
+    report = bench("delta", "--device", "cpu", *words, "--conversations", "260")
+    assert report["ratios"]["shared_bytes_over_ideal"] == pytest.approx(1, abs=0.01)
 
 
 def test_delta_refuses_a_conversation_that_has_no_hundredth(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stratad.bench.cards import choose_cards
+from stratad.config import load_config
 from stratad.ctl.bench import MIN_ROUNDS
 from stratad.ctl.connection import DaemonClient, Target
 from stratad.ctl.main import build_parser
@@ -141,6 +142,12 @@ def test_every_file_of_gpu_tests_is_run(tool: Any) -> None:
     assert sorted(run) == sorted(path.name for path in (TOOLS.parent / "tests/gpu").glob("test_*.py"))
 
 
+def test_the_number_of_cards_for_the_tests_is_no_setting_of_a_daemon(tool: Any) -> None:
+    variable = sys.modules["multi_gpu_steps"].CARDS_VARIABLE
+    assert f'VARIABLE = "{variable}"' in (TOOLS.parent / "tests/gpu/cards.py").read_text()
+    load_config([], {"XDG_RUNTIME_DIR": "/run", variable: "4"})
+
+
 def _result(simulated: bool, **figures: dict[str, Any]) -> dict[str, Any]:
     steps = [{"name": name, "state": "passed", "figures": found, "seconds": 1.0} for name, found in figures.items()]
     return {"simulated": simulated, "steps": steps, "cards": 4, "commit": "c", "date": "d"}
@@ -159,6 +166,8 @@ def test_targets_are_judged_on_cards_and_never_in_a_dry_run(tool: Any) -> None:
     judged = [goal["met"] for goal in targets(_result(False, stages=STAGES, isolate=isolate))]
     assert judged == [True, True, False, False, True, False]
     assert {goal["met"] for goal in targets(_result(True, stages=STAGES, isolate=isolate))} == {None}
+    two = {**_result(False, stages=STAGES), "cards": 2}
+    assert [goal["met"] for goal in targets(two)] == [True, False], "two cards are never 3.8 times as fast as one"
     failed = _result(False, stages=STAGES)
     failed["steps"][0]["state"] = "failed"
     assert targets(failed) == []

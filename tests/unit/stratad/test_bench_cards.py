@@ -41,7 +41,8 @@ def test_gpus_that_are_named(wanted: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted", ["0", "5", "-1", "cuda:4", "cuda:0,cuda:4", "cuda:0,cuda:0", "cpu:0", "cuda:", "", "some", "cuda:0,"]
+    "wanted",
+    ["0", "5", "-1", "9" * 12, "cuda:4", "cuda:0,cuda:4", "cuda:0,cuda:0", "cpu:0", "cuda:", "", "some", "cuda:0,"],
 )
 def test_gpus_that_are_not_there_are_refused(wanted: str) -> None:
     with pytest.raises(CommandError) as caught:
@@ -54,7 +55,8 @@ def test_cpu_devices() -> None:
     cards = choose_cards("3", None)
     assert (cards.names, cards.devices, cards.on_cuda) == (("cpu:0", "cpu:1", "cpu:2"), "cpu:3", False)
     assert choose_cards("cpu:0,cpu:1", None).names == ("cpu:0", "cpu:1")
-    for wanted in ("cpu:1", "all", "cuda:0", "65"):
+    assert choose_cards("all", None).devices == "cpu:4"
+    for wanted in ("cpu:1", "cuda:0", "65"):
         with pytest.raises(CommandError):
             choose_cards(wanted, None)
 
@@ -101,6 +103,9 @@ def test_the_plain_copies_are_real() -> None:
 def test_links_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert links.main(["--device", "cpu", "--cards", "cuda:0"]) == 2
     assert "--cards cuda:0: no such cpu devices" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        links.main(["--device", "cpu", "--mib", "0"])
+    assert "--mib must be at least 1, got 0" in capsys.readouterr().err
 
 
 def _latency(number: int, phase: str, card: str, p99_ms: float | None, lost: int = 0) -> Row:

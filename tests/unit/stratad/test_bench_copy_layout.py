@@ -6,7 +6,7 @@ import pytest
 
 from shm.layout import check_layout
 from shm.rows import row_count, sorted_runs
-from stratad.bench.copy_layout import LAYOUTS, copy_shape
+from stratad.bench.copy_layout import LAYOUTS, PlaneForm, copy_shape, largest_slot_bytes
 
 MIB = 1 << 20
 
@@ -61,3 +61,12 @@ def test_at_least_one_chunk() -> None:
 def test_no_other_layout() -> None:
     with pytest.raises(ValueError, match="one of slot, paged, "):
         copy_shape("ring", MIB, 256)
+
+
+def test_a_budget_is_made_for_the_layout_that_takes_most() -> None:
+    assert largest_slot_bytes(["slot", "paged"], 64 * MIB) == 64 * MIB
+    assert (
+        largest_slot_bytes(["slot", "rows-1m"], 16 * MIB) == copy_shape("rows-1m", 16 * MIB, 256).slot_bytes == 64 * MIB
+    )
+    assert largest_slot_bytes(["slot"], MIB, PlaneForm(1, 16384)) == 4 * MIB
+    assert largest_slot_bytes(["slot"], 64 * MIB + 1) == 64 * MIB + 1

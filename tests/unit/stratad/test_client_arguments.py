@@ -42,6 +42,7 @@ def given_for(
         np.array([1, 2, 2**32 - 1], dtype=np.int64),
         np.array([1, 2, 2**32 - 1], dtype=">u4"),
         bytes.fromhex("0100000002000000ffffffff"),
+        bytearray.fromhex("0100000002000000ffffffff"),
     ],
     ids=lambda tokens: type(tokens).__name__,
 )
@@ -61,6 +62,7 @@ def test_torch_tokens_pack_alike() -> None:
         ([], "at least one"),
         (b"", "at least one"),
         (b"abc", "multiple of 4"),
+        (bytearray(b"abc"), "multiple of 4"),
         ([5, -1], "token 1 is -1"),
         ([2**32], "token 0 is 4294967296"),
         ([1.5], "integers"),
@@ -101,6 +103,12 @@ def test_rows_in_any_form_pack_alike(rows: RowsLike) -> None:
 def test_a_range_is_rows() -> None:
     assert parse_rows(range(4, 9)).runs == ((4, 5),)
     assert parse_rows(range(4, 9, 2)).runs == ((4, 1), (6, 1), (8, 1))
+    assert parse_rows(range(5, 2, -1)).runs == ((5, 1), (4, 1), (3, 1))
+
+
+def test_bytes_are_one_row_each() -> None:
+    for rows in (bytes([7, 8, 3, 0, 2, 4, 6, 9]), bytearray([7, 8, 3, 0, 2, 4, 6, 9])):
+        assert parse_rows(rows).runs == parse_rows([7, 8, 3, 0, 2, 4, 6, 9]).runs
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, unique=True))
@@ -121,6 +129,9 @@ def test_every_list_of_rows_survives(rows: list[int]) -> None:
     [
         ((), "at least one"),
         (range(0), "at least one"),
+        (range(2**70), "rows must be 0..4294967295"),
+        (range(0, 2**66, 2**65), "rows must be 0..4294967295"),
+        (range(3, -3, -2), "rows must be 0..4294967295"),
         ([1, 2, 1], "row 1 occurs twice"),
         (((0, 4), (3, 1)), "row 3 occurs twice"),
         (np.array([5, 5]), "row 5 occurs twice"),

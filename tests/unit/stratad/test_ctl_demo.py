@@ -230,6 +230,13 @@ def test_more_cards_than_torch_sees_are_refused(monkeypatch: pytest.MonkeyPatch)
     assert "--cards 4, but torch sees 2 GPUs" in _refused("--model", "random:tiny", "--cards", "4").what
 
 
+def test_cards_that_torch_does_not_see_are_refused_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratad.ctl.demo_model.torch_sees_gpus", lambda: TorchSight("2", 0, "torch 2 sees no GPU"))
+    error = _refused("--model", "random:tiny", "--cards", "4")
+    assert error.what == "--cards 4, but torch 2 sees no GPU"
+    assert error.fix.startswith("give one --cards; for GPUs: ")
+
+
 def test_an_engine_over_several_cards_is_told_all_of_them() -> None:
     assert SETTINGS.engine_device == "cpu"
     assert replace(SETTINGS, device="auto", cards=3).engine_device == "cuda:0,cuda:1,cuda:2"
