@@ -194,6 +194,30 @@ def test_a_source_that_changes_under_its_copy_is_noticed(runtime: GpuRuntime, pa
         assert isinstance(gpu.run(case.capture_job(places)), JobDone)
 
 
+@pytest.mark.parametrize("when", ["begun", "completed"])
+@pytest.mark.parametrize("path", [CopyPath.GATHER, CopyPath.ENGINE])
+def test_whenever_a_source_changes_what_is_stored_has_the_digests_that_are_told(
+    runtime: GpuRuntime, path: CopyPath, when: str
+) -> None:
+    """The copy lies between the two digests, however late or early each of the three is done."""
+    gpu = Gpu(runtime, stage_layout(planes(2, 64, 64), None, 4), path=path)
+    copier = gpu.cuda.copier(LaneKind.CAPTURE)
+    pool = gpu.cuda.open_pool(gpu.stage(), -1)
+    places = gpu.places(8)
+    job = CaptureJob(1, 1, packed_rows(gpu.layout, range(8)), 8, pack_places(places), False)
+    copier.begin_capture(0, plan_job(gpu.cuda, pool, job).slice_work(0))
+    if when == "begun":
+        gpu.memory ^= 1
+    digests = copier.complete_capture(0)
+    if when == "completed":
+        gpu.memory ^= 1
+    copier.drain()
+    stored = [np.frombuffer(gpu.stored(place), np.uint8) for place in places]
+    assert digests == [gpu.digester.digest(MLH, chunk) for chunk in stored]
+    pool.close()
+    gpu.close()
+
+
 @pytest.mark.parametrize("path", [CopyPath.GATHER, CopyPath.ENGINE])
 def test_a_damaged_chunk_reaches_no_row(runtime: GpuRuntime, path: CopyPath) -> None:
     layout = stage_layout(planes(2, 64, 64), None, 4)
