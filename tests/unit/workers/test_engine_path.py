@@ -16,6 +16,7 @@ from tests.support.shape_cases import Case
 from tests.unit.workers.fake_gpu import AT_ONCE, fake_runtime
 from tests.unit.workers.gpu_rig import CaseGpu, Gpu
 from tests.unit.workers.rig import NEVER
+from workers import cuda_engine
 from workers.cuda_copier import LOCK_STEP_BYTES
 from workers.cuda_engine import ENGINE_STRIP_BYTES, Piece, Strip, enqueue, strips_on_path
 from workers.device import CopyPath, DevicePool, LaneKind, SliceWork
@@ -177,6 +178,30 @@ def test_a_strip_never_crosses_two_registrations(runtime: GpuRuntime, library: c
     assert library.two_dimensional_copies() > copies
     expected = gpu.memory.reshape(4, 64, -1)[:, :32].tobytes()
     assert gpu.stored(place) == expected
+    pool.close()
+    gpu.close()
+
+
+def test_rows_that_are_scattered_later_on_take_no_more_device_memory(
+    runtime: GpuRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk goes by the copy engines, so slices are cut larger than staging; the others have short strips."""
+    row_bytes, tokens = 32 * 1024, 256
+    monkeypatch.setattr(cuda_engine, "ENGINE_STRIP_BYTES", 4 * row_bytes)
+    layout = stage_layout(planes(1, row_bytes, tokens), None, 4)
+    slice_bytes = 4 * row_bytes
+    gpu = Gpu(runtime, layout, slice_bytes=slice_bytes, direct_slice_bytes=16 * slice_bytes)
+    lane = Lane(LaneKind.CAPTURE, gpu.cuda.copier(LaneKind.CAPTURE))
+    pool = gpu.cuda.open_pool(gpu.stage(), -1)
+    rows = [*range(4), *np.random.default_rng(1).permutation(np.arange(4, tokens)).tolist()]
+    places = gpu.places(tokens)
+    plan = plan_job(gpu.cuda, pool, CaptureJob(1, 1, packed_rows(layout, rows), tokens, pack_places(places), False))
+    assert max(count for _, count in plan.slices) * slice_bytes > slice_bytes + (1 << 20)
+    before = gpu.cuda.resources()
+    assert isinstance(lane.run(plan, NEVER), JobDone)
+    assert gpu.cuda.resources() == before
+    stored = b"".join(gpu.stored(place) for place in places)
+    assert stored == gpu.memory.reshape(tokens, row_bytes)[rows].tobytes()
     pool.close()
     gpu.close()
 
