@@ -16,9 +16,9 @@ from workers.jobs import (
     JobRefused,
     SliceRange,
     SliceSizes,
+    capture_chunks,
     copy_chunks,
     digest_chunks,
-    hinted_chunks,
     plan_slices,
     resident_chunks,
     restore_chunks,
@@ -161,7 +161,7 @@ def _chunks(layout: StageLayout, message: CopyCommand, algorithm: str) -> tuple[
     except ValueError as exc:
         raise JobRefused("bad_request", str(exc)) from exc
     if isinstance(message, CaptureJob):
-        return hinted_chunks(layout, tokens, positions, places, hinted, wanted)
+        return capture_chunks(layout, tokens, positions, places, hinted, wanted)
     if isinstance(message, CopyJob):
         return copy_chunks(layout, tokens, positions), []
     if isinstance(message, DigestJob):

@@ -176,12 +176,6 @@ API cudaEventElapsedTime(float* elapsed_ms, void* start, void* end) {
   *elapsed_ms = 1.0f;
   return 0;
 }
-API cudaMemsetAsync(void* p, int v, size_t n, void* stream) {
-  std::lock_guard<std::mutex> hold(lock);
-  if (!inside(allocations, p, n)) return 1;
-  enqueue(stream, {[=] { memset(p, v, n); }});
-  return 0;
-}
 API cudaStreamCreateWithPriority(void** s, unsigned flags, int) {
   live++; *s = (void*)(handles++);
   return flags == 1 ? 0 : 1;

@@ -42,7 +42,7 @@ def work_of(layout: StageLayout, rows: Sequence[int], tokens: int) -> SliceWork:
     maps = tuple(RowMap.parse(entry, group.rows, 0) for entry, group in zip(packed, layout.all_groups, strict=True))
     places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens)]
     pool: DevicePool = Layout(layout)  # type: ignore[assignment]
-    return SliceWork(pool, maps, tuple(capture_chunks(layout, tokens, (), places)))
+    return SliceWork(pool, maps, tuple(capture_chunks(layout, tokens, (), places).copied))
 
 
 def planes(count: int, row_bytes: int, rows: int, gap: int = 0) -> tuple[Plane, ...]:
