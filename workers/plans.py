@@ -128,7 +128,9 @@ def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJ
     empty = empty._replace(layered=isinstance(message, RestoreJob) and message.layered)
     plan = empty.of(chunks, sizes, digests_only=isinstance(message, DigestJob))
     if look:
-        larger = SliceSizes(device.digest_slice_bytes, device.slice_rows)
+        # What a GPU reads in no time takes a CPU long, and until then nobody else has the lane and no job ends early.
+        most_bytes = device.slice_bytes if algorithm else device.digest_slice_bytes
+        larger = SliceSizes(most_bytes, device.slice_rows)
         plan = plan._replace(look=empty.of(look, larger, digests_only=True))
     return plan
 
