@@ -310,8 +310,8 @@ class TracedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     worker waited `event_s` for the engine's event and `turn_s` for its lane, where the job then was for `lane_s`. There
     `digest_s` went into digests of rows where they lie, `gather_s` into moving bytes between rows and staging, `link_s`
     over the link, `verify_s` into proving what was moved, and `rest_s` into the rest; on a GPU, and where a CPU worker
-    has a second thread, these overlap and may be more than `lane_s` in sum. `publish_s` passed from its end to the reply. Of `asked_bytes` it moved some, skipped
-    some that were there already, and digested some.
+    has a second thread, these overlap and may be more than `lane_s` in sum. `publish_s` passed from its end to the
+    reply. Of `asked_bytes` it moved some, skipped some that were there already, and digested some.
     """
 
     stage: int
