@@ -309,9 +309,9 @@ class TracedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     It waited `queue_s` until its job was with its worker. `way_s` were the messages between supervisor and worker. The
     worker waited `event_s` for the engine's event and `turn_s` for its lane, where the job then was for `lane_s`. There
     `digest_s` went into digests of rows where they lie, `gather_s` into moving bytes between rows and staging, `link_s`
-    over the link, `verify_s` into proving what was moved, and `rest_s` into the rest; on a GPU these overlap, and may
-    be more than `lane_s` in sum. `publish_s` passed from its end to the reply. Of `asked_bytes` it moved some, skipped
-    some that were there already, and digested some.
+    over the link, `verify_s` into proving what was moved, and `rest_s` into the rest; on a GPU, and where a CPU worker
+    has a second thread, these overlap and may be more than `lane_s` in sum. `publish_s` passed from its end to the
+    reply. Of `asked_bytes` it moved some, skipped some that were there already, and digested some.
     """
 
     stage: int
@@ -1458,8 +1458,8 @@ class JobDone(Message, frozen=True, tag="job_done"):
     """A job ended well; its lane has copied `moved_bytes` (of a `DigestJob`: read), and a restore has left
     `skipped_bytes` as they are. `digests` holds those of all chunks of a capture, or those that were asked for, in
     chunk order; `lane_s` is the time that its lane gave it, in which that waited `digest_s` and `copy_s` for the device
-    (on `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool
-    in host memory on a GPU's worker). The other times are those of a `StageOutcome`.
+    (on `cpu`: worked). `algorithm` made the digests, where it is not the worker's own (a pool in host memory on a GPU's
+    worker). The other times are those of a `StageOutcome`.
     """
 
     job: int

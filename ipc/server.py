@@ -230,12 +230,6 @@ class RouterServer:
         self._pending_bytes += len(frame)
         return Sent.QUEUED
 
-    def reaches(self, peer: bytes) -> bool:
-        """Whether ZeroMQ still has a connection of this peer, whatever waits for it. It is asked by an empty frame, so
-        only of a peer that is ending: others would take it for a message.
-        """
-        return self._try_send(peer, b"") is not Sent.UNREACHABLE
-
     def flush(self) -> list[bytes]:
         """Send from the queues what the peers now take; returns the peers that turned out to be gone.
 

@@ -1,4 +1,7 @@
-"""Many copies in one call of the CUDA runtime, by ctypes. The call came with CUDA 12.8 and lost a parameter with 13."""
+"""Many copies in one call of the CUDA runtime, by ctypes. The call came with CUDA 12.8 and lost a parameter with 13.
+
+A runtime that has it refuses it under a driver that is older than the call, although all else works there.
+"""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -31,13 +34,15 @@ class _Attributes(ctypes.Structure):
 
 def batch_copy(kind: str, runtime: ctypes.CDLL) -> BatchCopy | None:
     """The call, which takes (target, source, bytes) of every copy and the stream, and gives the runtime's code. None
-    where the runtime has none.
+    where the runtime or its driver has none.
     """
     function = getattr(runtime, "cudaMemcpyBatchAsync", None) if kind == "cuda" else None
-    version = c_int()
-    if function is None or runtime.cudaRuntimeGetVersion(byref(version)) or version.value < _SINCE:
+    if function is None:
         return None
-    failed_index = version.value < _WITHOUT_FAILED_INDEX_SINCE
+    version = _version(runtime.cudaRuntimeGetVersion)
+    if min(version, _version(runtime.cudaDriverGetVersion)) < _SINCE:
+        return None
+    failed_index = version < _WITHOUT_FAILED_INDEX_SINCE
     last: list[object] = [POINTER(c_size_t), c_void_p] if failed_index else [c_void_p]
     function.argtypes = [c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, *last]
     function.restype = c_int
@@ -53,3 +58,9 @@ def batch_copy(kind: str, runtime: ctypes.CDLL) -> BatchCopy | None:
         return code
 
     return copy
+
+
+def _version(ask: Callable[..., int]) -> int:
+    """What a call says of a version, 0 where it fails."""
+    version = c_int()
+    return 0 if ask(byref(version)) else version.value

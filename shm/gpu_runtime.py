@@ -84,7 +84,6 @@ _RUNTIME_CALLS: Final[dict[str, list[object]]] = {
     "HostUnregister": [c_void_p],
     "MemcpyAsync": [c_void_p, c_void_p, c_size_t, c_int, c_void_p],
     "Memcpy2DAsync": [c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t, c_int, c_void_p],
-    "MemsetAsync": [c_void_p, c_int, c_size_t, c_void_p],
     "StreamCreateWithPriority": [POINTER(c_void_p), c_uint, c_int],
     "StreamDestroy": [c_void_p],
     "StreamSynchronize": [c_void_p],
@@ -313,10 +312,6 @@ class GpuRuntime:
         code = self._batch(copies, stream)
         if code:
             raise self._error("MemcpyBatchAsync", code)
-
-    def memset_async(self, address: int, value: int, size_bytes: int, stream: int) -> None:
-        """Fill with a byte on a stream."""
-        self._call("MemsetAsync", address, value, size_bytes, stream)
 
     # --- streams -----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,9 @@ from workers.pieces import PoolView
 _STEP_BYTES: Final = 16 * 1024 * 1024
 # MADV_POPULATE_READ: fault pages in that are there. Linux 5.14; older ones refuse it.
 _POPULATE_READ: Final = 22
+# Of a pool that is not reserved as a whole. An engine may have written every other page of it, and who opens pools has
+# those of others to open too.
+_MOST_PARTS: Final = 4096
 # What the kernel counts a file's memory in.
 _BLOCK_BYTES: Final = 512
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -134,17 +137,26 @@ def open_host_pool(stage: Stage, descriptor: int, on_close: Callable[[], None]) 
 
 
 def _reserved(descriptor: int, size_bytes: int) -> list[tuple[int, int]]:
-    """The parts of a memfd that have memory, the last one first. Where not all of it has, those that were written."""
+    """The parts of a memfd that have memory, the last one first. Where not all of it has, those that were written, as
+    long as they are few.
+    """
     if os.fstat(descriptor).st_blocks * _BLOCK_BYTES >= size_bytes:
         return [(0, size_bytes)]
+    # Opened anew: a seek moves the place in the file that the engine has in common with what it sent.
+    try:
+        own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # only time is lost
+        return []
     parts: list[tuple[int, int]] = []
     at = 0
-    while at < size_bytes:
-        try:
-            start = os.lseek(descriptor, at, os.SEEK_DATA)
-            at = os.lseek(descriptor, start, os.SEEK_HOLE)
-        except OSError:  # there is nothing more
-            break
-        if start < size_bytes:
-            parts.append((start, min(at, size_bytes)))
+    try:
+        while at < size_bytes and len(parts) < _MOST_PARTS:
+            start = os.lseek(own, at, os.SEEK_DATA)
+            at = os.lseek(own, start, os.SEEK_HOLE)
+            if start < size_bytes:
+                parts.append((start, min(at, size_bytes)))
+    except OSError:  # there is nothing more
+        pass
+    finally:
+        os.close(own)
     return parts[::-1]

@@ -37,7 +37,7 @@ import numpy as np
 from shm.extent import ChunkPlace
 from shm.gpu_runtime import ANY_DIRECTION, DEVICE_TO_HOST, HOST_TO_DEVICE, GpuError, GpuRuntime
 from workers.cuda_clock import DeviceClock, Step
-from workers.cuda_engine import Piece, Strip, enqueue, strips_on_path
+from workers.cuda_engine import Piece, Strip, enqueue, strips_on_path, unstaged_strips
 from workers.cuda_memory import Counts, SlotMemory, translated
 from workers.cuda_pool import CudaPool
 from workers.device import ChunkDamaged, CopyPath, CopyTimes, DeviceFailure, LaneKind, SliceWork, SourceDiffers
@@ -138,7 +138,7 @@ class CudaCopier:
         """See `Copier`."""
         with translated():
             entry, runtime = self._slots[slot], self._runtime
-            entry.strips = strips_on_path(self._path, work, _pool(work).address)
+            entry.strips = unstaged_strips(self._path, work, _pool(work).address, entry.memory.staging.size_bytes)
             loaded = self._begin_source(entry, work, staged=entry.strips is None)
             if self.before_copy is not None:
                 runtime.stream_synchronize(self._work)

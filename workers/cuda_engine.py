@@ -66,6 +66,20 @@ def strips_on_path(path: CopyPath, work: SliceWork, base: int) -> list[list[Stri
     return found
 
 
+def unstaged_strips(path: CopyPath, work: SliceWork, base: int, staging_bytes: int) -> list[list[Strip]] | None:
+    """The strips of a captured slice, or None where kernels are to gather it to staging of so many bytes.
+
+    Slices are cut by their first chunk (see `Device.unstaged_bytes`), so one may be larger than staging and its rows
+    turn out to make short strips. It goes by the copy engines all the same: staging would have to grow, and a full card
+    has no memory for that.
+    """
+    strips = strips_on_path(path, work, base)
+    size_bytes = sum(chunk.span.length_bytes for chunk in work.chunks)
+    if strips is None and path is CopyPath.AUTO and len(work.chunks) > 1 and size_bytes > staging_bytes:
+        return strips_on_path(CopyPath.ENGINE, work, base)
+    return strips
+
+
 def _chunk_strips(chunk: ChunkWork, planes: Sequence[Plane], runs: Sequence[tuple[int, int]], base: int) -> list[Strip]:
     first = planes[0]
     size, stride, rows = first.row_bytes, first.row_stride_bytes, chunk.span.row_count

@@ -69,10 +69,13 @@ class Helper:
         self.shares: Final = shares
         self._lock = threading.Lock()
         self._thread: TaskThread | None = None
+        self._closed = False
 
     def put(self, task: Callable[[], object]) -> None:
-        """Queue a task; it must not raise. Any thread may call."""
+        """Queue a task; it must not raise. Any thread may call, also a task; once closed, nothing is taken any more."""
         with self._lock:
+            if self._closed:
+                return
             if self._thread is None:
                 self._thread = TaskThread("helper", lambda: None)
                 self._thread.start()
@@ -81,6 +84,7 @@ class Helper:
     def close(self) -> None:
         """End the thread after what is queued. Idempotent."""
         with self._lock:
+            self._closed = True
             thread, self._thread = self._thread, None
         if thread is not None:
             thread.stop(_END_S)

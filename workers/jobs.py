@@ -153,18 +153,7 @@ class CaptureChunks(NamedTuple):
     hinted: list[ChunkWork]
 
 
-def capture_chunks(
-    layout: StageLayout, tokens: int, positions: Sequence[int], places: Sequence[ChunkPlace]
-) -> list[ChunkWork]:
-    """All chunks of a capture in order.
-
-    Raises:
-        JobRefused: the places do not fit the layout, or the last block's tokens cannot be located.
-    """
-    return hinted_chunks(layout, tokens, positions, places).copied
-
-
-def hinted_chunks(  # noqa: PLR0917 - what a job's message says of its chunks
+def capture_chunks(  # noqa: PLR0917 - what a job's message says of its chunks
     layout: StageLayout,
     tokens: int,
     positions: Sequence[int],

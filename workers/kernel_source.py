@@ -73,9 +73,14 @@ __device__ static inline void reduce_add(u64* target, const u64* sums) {
 #define REDUCE_ADD(target, sums) reduce_add(target, sums)
 #endif
 
+#ifndef BEFORE_READ
+#define BEFORE_READ(from)
+#endif
+
 // Past the L1 cache: data is read once there, and what is read again to be compared must not come from it.
 __device__ static inline uint4 fresh(const uint4* from) {
   uint4 whole;
+  BEFORE_READ(from);
 #ifdef __CUDA_ARCH__
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(whole.x), "=r"(whole.y), "=r"(whole.z), "=r"(whole.w) : "l"(from));
@@ -85,8 +90,8 @@ __device__ static inline uint4 fresh(const uint4* from) {
 #endif
   return whole;
 }
-__device__ static inline u32 fresh(const u32* from) { return *(const volatile u32*)from; }
-__device__ static inline u32 fresh(const u8* from) { return *(const volatile u8*)from; }
+__device__ static inline u32 fresh(const u32* from) { BEFORE_READ(from); return *(const volatile u32*)from; }
+__device__ static inline u32 fresh(const u8* from) { BEFORE_READ(from); return *(const volatile u8*)from; }
 
 // --- where a byte of a chunk lies --------------------------------------------------------------------------------
 

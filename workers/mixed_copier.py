@@ -1,7 +1,7 @@
 """A GPU's lane that also serves pools in host memory: each slice goes to the copier of its pool's memory.
 
-Both copiers use the same page-locked shuttles. A lane runs one job at a time and a job has one pool, so all slices that
-are under way belong to the same copier.
+Both copiers use the same page-locked shuttles. All slices that are under way on a lane belong to one job (see
+`workers.lanes`) and a job has one pool, so they belong to the same copier.
 """
 
 from collections.abc import Callable

@@ -16,9 +16,9 @@ from workers.jobs import (
     JobRefused,
     SliceRange,
     SliceSizes,
+    capture_chunks,
     copy_chunks,
     digest_chunks,
-    hinted_chunks,
     plan_slices,
     resident_chunks,
     restore_chunks,
@@ -128,7 +128,9 @@ def plan_job(device: Device, pool: DevicePool, message: CopyCommand) -> PlannedJ
     empty = empty._replace(layered=isinstance(message, RestoreJob) and message.layered)
     plan = empty.of(chunks, sizes, digests_only=isinstance(message, DigestJob))
     if look:
-        larger = SliceSizes(device.digest_slice_bytes, device.slice_rows)
+        # What a GPU reads in no time takes a CPU long, and until then nobody else has the lane and no job ends early.
+        most_bytes = device.slice_bytes if algorithm else device.digest_slice_bytes
+        larger = SliceSizes(most_bytes, device.slice_rows)
         plan = plan._replace(look=empty.of(look, larger, digests_only=True))
     return plan
 
@@ -161,7 +163,7 @@ def _chunks(layout: StageLayout, message: CopyCommand, algorithm: str) -> tuple[
     except ValueError as exc:
         raise JobRefused("bad_request", str(exc)) from exc
     if isinstance(message, CaptureJob):
-        return hinted_chunks(layout, tokens, positions, places, hinted, wanted)
+        return capture_chunks(layout, tokens, positions, places, hinted, wanted)
     if isinstance(message, CopyJob):
         return copy_chunks(layout, tokens, positions), []
     if isinstance(message, DigestJob):

@@ -1,6 +1,6 @@
 """Threads beside the loop, and the mailbox through which they answer it.
 
-The loop hands out one task at a time to a lane and polls the mailbox's descriptor; no thread ever touches a socket.
+The loop polls the mailbox's descriptor; no other thread ever touches a socket.
 """
 
 import logging

@@ -7,7 +7,7 @@ operations. The steps of a stage, one after the other, add up to the time from t
     way     the messages to the worker and back, and the supervisor's attention
     event   the worker waited for the engine's event
     turn    the worker's lane was busy with other jobs
-    lane    digest, gather, link, verify, which overlap on a GPU; what they leave of this time is `rest`
+    lane    digest, gather, link, verify, which may overlap; what they leave of this time is `rest`
     publish the other stages, once this one was done; then binding, the record and the reply
 """
 

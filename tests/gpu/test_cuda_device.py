@@ -83,7 +83,7 @@ def model(memory: Array, layout: StageLayout, rows: list[int], tokens: int, slot
     rowmaps = row_maps(layout, rows, slot)
     view = PoolView(memory, layout)
     found: list[Array] = []
-    for chunk in capture_chunks(layout, tokens, points, places):
+    for chunk in capture_chunks(layout, tokens, points, places).copied:
         out = np.empty(chunk.span.length_bytes, np.uint8)
         at = 0
         for piece in view.pieces(chunk, rowmaps):
@@ -413,7 +413,7 @@ def kernel_rates(rig: GpuRig, pool: CudaPool, rows: list[int]) -> dict[str, floa
     (group,) = layout.groups
     tokens = 64 * MIB // group.row_bytes * group.tokens_per_row
     places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens)]
-    chunks = capture_chunks(layout, tokens, (), places)
+    chunks = capture_chunks(layout, tokens, (), places).copied
     work = SliceWork(pool, row_maps(layout, rows, -1), tuple(chunks))
     table = slice_table(work, pool.shapes)
     slot = SlotMemory(rig.runtime, Counts(), 64 * MIB, rig.cuda.kernels)

@@ -46,7 +46,7 @@ from tests.support.simulation.content import (
     granules_of,
     join,
 )
-from workers.jobs import ChunkWork, JobRefused, copy_chunks, hinted_chunks, resident_chunks, restore_chunks
+from workers.jobs import ChunkWork, JobRefused, capture_chunks, copy_chunks, resident_chunks, restore_chunks
 
 AnyJob: TypeAlias = CaptureJob | RestoreJob | CopyJob | DigestJob
 
@@ -255,7 +255,7 @@ class SimWorker:
             case CaptureJob():
                 hinted, only = unpack_numbers(message.hinted), unpack_numbers(message.chunks)
                 places = unpack_places(message.places)
-                found = hinted_chunks(layout, message.tokens, positions, places, hinted, only)
+                found = capture_chunks(layout, message.tokens, positions, places, hinted, only)
                 works = [*found.hinted, *found.copied]
             case CopyJob():
                 works = copy_chunks(layout, message.tokens, positions)

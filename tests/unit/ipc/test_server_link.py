@@ -347,12 +347,3 @@ def test_paths_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match="others may write"):
         RouterServer.bind(tmp_path / "open/client.sock", max_message_bytes=MAX_BYTES)
     assert not (tmp_path / "open/client.sock").exists()
-
-
-def test_a_peer_that_has_gone_is_seen_to_be_so_behind_a_full_queue(server: RouterServer, path: Path) -> None:
-    link = greeted(server, path, b"dead", high_water_count=2)
-    fill_up(server, b"dead")
-    assert server.reaches(b"dead")
-    link.close()
-    wait_until(lambda: not server.recv_all(8) and not server.reaches(b"dead"))
-    assert server.send(b"dead", b"more") is not Sent.SENT, "its queue is still there: it takes or refuses"

@@ -1,10 +1,12 @@
 """Streams between the supervisor and its workers, over real sockets."""
 
 import os
+import resource
 import select
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 
 from ipc.rundir import RunDirError
 from ipc.server import Incoming, Sent
-from ipc.stream import HEAD, FrameReader, LinkError, StreamLink
-from ipc.stream_server import IDENTITY_BYTES, StreamServer
+from ipc.stream import HEAD, READ_BYTES, FrameReader, LinkError, StreamLink
+from ipc.stream_server import IDENTITY_BYTES, SPARE_FILES, StreamServer
 from tests.support.wait import wait_until
 
 MAX_BYTES = 1 << 20
@@ -259,3 +261,72 @@ def test_the_name_is_the_owners_and_goes_with_the_server(server: StreamServer, p
     server.close()
     server.close()
     assert not path.exists()
+
+
+@contextmanager
+def files_left(count: int) -> Iterator[None]:
+    """This process may open so many more descriptors, if those that it has lie side by side."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + count, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_without_a_descriptor_a_peer_waits_and_the_loop_does_not_spin(server: StreamServer, path: Path) -> None:
+    with connect(path):
+        with files_left(0):
+            assert server.recv_all(8) == []
+            assert not is_readable(server)
+        known(server, b"w")
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_last_descriptors_are_left_for_others(server: StreamServer, path: Path, more: int) -> None:
+    with connect(path) as link:
+        with files_left(SPARE_FILES + more):
+            assert server.recv_all(8) == []
+        if more:
+            known(server, b"w")
+        else:
+            with pytest.raises(LinkError, match="reset"):  # what it said was not read
+                link.recv_all(1)
+
+
+def test_what_is_queued_is_bounded_in_bytes_too(
+    server: StreamServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ipc.stream_server.QUEUE_BYTES", 2 * MAX_BYTES)
+    with connect(path) as link:
+        known(server, b"w")
+        assert [server.send(b"w", bytes(MAX_BYTES)) for _ in range(3)] == [Sent.QUEUED, Sent.QUEUED, Sent.FULL]
+        received: list[bytes] = []
+
+        def came(count: int) -> bool:
+            server.recv_all(8)
+            received.extend(link.recv_all(1))
+            return len(received) >= count
+
+        wait_until(lambda: came(1))
+        assert server.queued_count(b"w") == 1
+        assert server.send(b"w", bytes(MAX_BYTES)) is Sent.QUEUED  # what has left makes room
+        wait_until(lambda: came(3))
+
+
+def test_a_peer_that_says_much_leaves_others_their_turn(
+    server: StreamServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ipc.stream_server.READS", 1)
+    with connect(path, b"a") as much, connect(path, b"b") as little:
+        known(server, b"a")
+        known(server, b"b")
+        for _ in range(8):  # twice what is read at once, and what a socket takes
+            much.send(bytes(READ_BYTES // 4))
+        little.send(b"one")
+        peers = [incoming.peer for incoming in server.recv_all(1000)]
+        assert 0 < peers.count(b"a") < 8
+        assert peers.count(b"b") == 1
+        said(server, 8 - peers.count(b"a"))

@@ -30,7 +30,7 @@ def gathered(shape: Shape, pool: Bytes, rows: Rows, tokens: int, positions: tupl
     places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens, positions)]
     view = PoolView(pool, layout)
     found: list[bytes] = []
-    for chunk in capture_chunks(layout, tokens, positions, places):
+    for chunk in capture_chunks(layout, tokens, positions, places).copied:
         out = np.full(chunk.span.length_bytes, 0xEE, np.uint8)
         at = 0
         for piece in view.pieces(chunk, maps):

@@ -1,4 +1,8 @@
-"""The GPU kernels on the CPU: their very source, compiled as C++ with every thread run after the other."""
+"""The GPU kernels on the CPU: their very source, compiled as C++ with every thread run after the other.
+
+``change_at_read(address, number)`` is an engine that writes meanwhile: the byte there is inverted right before a kernel
+reads it for the so-manieth time.
+"""
 
 import ctypes
 import subprocess
@@ -20,6 +24,15 @@ struct ulonglong2 { unsigned long long x, y; };
 static void add_four(unsigned long long* to, const unsigned long long* of) {
   for (int n = 0; n < 4; ++n) to[n] += of[n];
 }
+static unsigned char* changing = 0;
+static long reads_left = 0;
+extern "C" void change_at_read(unsigned char* at, long number) { changing = at; reads_left = number; }
+static void before_read(unsigned char* from, size_t size) {
+  if (!changing || changing < from || changing >= from + size || --reads_left) return;
+  *changing ^= 0xff;
+  changing = 0;
+}
+#define BEFORE_READ(from) before_read((unsigned char*)(from), sizeof(*(from)))
 """
 
 

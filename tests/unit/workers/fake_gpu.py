@@ -39,7 +39,7 @@ typedef Action (*Launcher)(unsigned, void**);  // takes the values of the parame
 static std::map<std::string, Launcher> kernels;
 static int failure = 0, sync_failure = 0, event_failure = 0, ranges_hidden = 0;
 static long copies_2d = 0, copies_batched = 0;
-static int runtime_version = 13000;
+static int runtime_version = 13000, driver_version = 13000;
 static std::map<void*, int> timed;  // events that take the time
 static int pending_event = 0, refused_events = 0, deferring = 0;
 static long handles = 1, live = 0, waits = 0, waits_for_events = 0, records = 0;
@@ -149,10 +149,12 @@ API cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_p
   return 0;
 }
 API cudaRuntimeGetVersion(int* version) { *version = runtime_version; return 0; }
+API cudaDriverGetVersion(int* version) { *version = driver_version; return 0; }
 static int batch(void** to, void** from, size_t* sizes, size_t count, const int* attributes, size_t* first,
                  size_t kinds, void* stream) {
   std::lock_guard<std::mutex> hold(lock);
   if (failure) { int code = failure; failure = 0; return code; }
+  if (driver_version < 12080) return 36;
   if (!stream || kinds != 1 || *first != 0 || attributes[0] != 1) return 1;
   for (size_t n = 0; n < count; ++n) {
     bool in = inside(allocations, from[n], sizes[n]), out = inside(allocations, to[n], sizes[n]);
@@ -172,12 +174,6 @@ API cudaEventElapsedTime(float* elapsed_ms, void* start, void* end) {
   std::lock_guard<std::mutex> hold(lock);
   if (!timed.count(start) || !timed.count(end) || pending.count(last_record[end])) return 1;
   *elapsed_ms = 1.0f;
-  return 0;
-}
-API cudaMemsetAsync(void* p, int v, size_t n, void* stream) {
-  std::lock_guard<std::mutex> hold(lock);
-  if (!inside(allocations, p, n)) return 1;
-  enqueue(stream, {[=] { memset(p, v, n); }});
   return 0;
 }
 API cudaStreamCreateWithPriority(void** s, unsigned flags, int) {
@@ -286,7 +282,7 @@ extern "C" void fail_next_sync(int code) { sync_failure = code; }
 extern "C" void fail_next_event_wait(int code) { event_failure = code; }
 extern "C" void hide_ranges(int yes) { ranges_hidden = yes; }
 extern "C" void refuse_events(int code) { refused_events = code; }
-extern "C" void be_version(int version) { runtime_version = version; }
+extern "C" void be_version(int version, int driver) { runtime_version = version; driver_version = driver; }
 extern "C" long two_dimensional_copies() { return copies_2d; }
 extern "C" long batched_copies() { return copies_batched; }
 extern "C" long stream_waits() { return waits; }

@@ -39,6 +39,7 @@ class Gpu:
         pool_bytes: int = 0,
         seed: int = 1,
         path: CopyPath = CopyPath.AUTO,
+        direct_slice_bytes: int = 0,
     ) -> None:
         self.runtime = runtime
         self.layout = layout
@@ -49,7 +50,7 @@ class Gpu:
             self.digester,
             slice_bytes=slice_bytes,
             staging_bytes=slice_bytes,
-            direct_slice_bytes=slice_bytes,
+            direct_slice_bytes=direct_slice_bytes or slice_bytes,
             path=path,
         )
         self.allocation = runtime.malloc(self.pool_bytes + 4096)

@@ -11,8 +11,9 @@ from shm.extent import GRANULE_BYTES, pack_places
 from shm.gpu_runtime import GpuError, GpuRuntime
 from shm.layout import Plane, StageLayout
 from tests.support.layouts import packed_positions, packed_rows, positions, stage_layout
+from tests.support.shape_cases import Case
 from tests.unit.workers.fake_gpu import AT_ONCE, UUID
-from tests.unit.workers.gpu_rig import Gpu
+from tests.unit.workers.gpu_rig import CaseGpu, Gpu
 from tests.unit.workers.rig import KEY, NEVER, model_chunk, paged_layout, slot_layout, written_bytes
 from workers.cuda_copier import LOCK_STEP_BYTES
 from workers.cuda_device import CudaDevice
@@ -307,3 +308,30 @@ def test_a_start_for_which_device_memory_is_lacking_says_how_much(runtime: GpuRu
     # Two slots a lane, and their tables, less what was allocated before.
     assert 4 * staging_bytes - device.device_bytes < caught.value.wanted_bytes < 4 * staging_bytes + (64 << 20)
     device.close()
+
+
+@pytest.mark.parametrize("row_bytes", [64, 52, 51])
+@pytest.mark.parametrize("read", [1, 2, 3])
+def test_a_copy_reads_each_source_again_behind_its_target(
+    runtime: GpuRuntime, library: ctypes.CDLL, row_bytes: int, read: int
+) -> None:
+    """In vectors of 16, 4 and 1 bytes; a change that comes later than that is after the copy."""
+    layout = slot_layout(planes=2, row_bytes=row_bytes)
+    rows, targets = tuple(range(32)), tuple(range(32, 64))
+    case = Case(layout, layout.end_bytes, 32, (), (rows, ()), (targets, ()), (32,))
+    with CaseGpu(runtime, case, 1) as gpu:
+        plane = gpu.layout.groups[0].planes[1]
+        at = plane.offset_bytes + 20 * plane.row_stride_bytes + row_bytes - 1
+        to = at + 32 * plane.row_stride_bytes
+        before = int(gpu.memory[at])
+        library.change_at_read(ctypes.c_void_p(gpu.allocation + gpu.offset + at), ctypes.c_long(read))
+        report = gpu.run(case.copy_job())
+        library.change_at_read(None, ctypes.c_long(0))
+        if read == 2:
+            assert isinstance(report, JobFailed)
+            assert (report.code, report.chunk) == ("source_changed", 1)
+            # Device memory is written at once, so the target's rows are undefined.
+            assert any(report.rows_undefined)
+        else:
+            assert isinstance(report, JobDone), report
+            assert gpu.memory[to] == (before ^ 0xFF if read == 1 else before)

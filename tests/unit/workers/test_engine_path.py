@@ -16,6 +16,7 @@ from tests.support.shape_cases import Case
 from tests.unit.workers.fake_gpu import AT_ONCE, fake_runtime
 from tests.unit.workers.gpu_rig import CaseGpu, Gpu
 from tests.unit.workers.rig import NEVER
+from workers import cuda_engine
 from workers.cuda_copier import LOCK_STEP_BYTES
 from workers.cuda_engine import ENGINE_STRIP_BYTES, Piece, Strip, enqueue, strips_on_path
 from workers.device import CopyPath, DevicePool, LaneKind, SliceWork
@@ -41,7 +42,7 @@ def work_of(layout: StageLayout, rows: Sequence[int], tokens: int) -> SliceWork:
     maps = tuple(RowMap.parse(entry, group.rows, 0) for entry, group in zip(packed, layout.all_groups, strict=True))
     places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(tokens)]
     pool: DevicePool = Layout(layout)  # type: ignore[assignment]
-    return SliceWork(pool, maps, tuple(capture_chunks(layout, tokens, (), places)))
+    return SliceWork(pool, maps, tuple(capture_chunks(layout, tokens, (), places).copied))
 
 
 def planes(count: int, row_bytes: int, rows: int, gap: int = 0) -> tuple[Plane, ...]:
@@ -93,28 +94,32 @@ def test_the_size_of_strips_decides(row_bytes: int, taken: bool) -> None:
 
 
 @pytest.mark.parametrize("runtime", [AT_ONCE], indirect=True)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(16))
 def test_parts_of_strips_end_with_pieces(runtime: GpuRuntime, seed: int) -> None:
-    """A chunk that lies in pieces of any size gets every byte, and gives it back."""
+    """A chunk that lies in pieces of any size gets every byte, and gives it back; between lines nothing is touched."""
     random = np.random.default_rng(seed)
     width, height, pitch = int(random.integers(1, 40)), int(random.integers(1, 12)), int(random.integers(40, 70))
-    size = width * height
+    # Half of the time other strips have parts of every line and what lies before.
+    at, line_bytes = (int(random.integers(0, 30)), width + int(random.integers(0, 30))) if seed % 2 else (0, width)
+    size = at + line_bytes * height
     device, host = runtime.malloc(1000), runtime.malloc(2000)
     rows = np.ctypeslib.as_array((ctypes.c_ubyte * 1000).from_address(device))
     chunk = np.ctypeslib.as_array((ctypes.c_ubyte * 2000).from_address(host))
-    rows[:] = random.integers(0, 256, 1000)
+    rows[:] = random.integers(1, 256, 1000)
     chunk[:] = 0
     cuts = sorted({0, size, *random.integers(0, size + 1, 3).tolist()})
     # Pieces lie apart: what crosses an end shows.
     pieces = [
         Piece(low, high, host + low + 100 * number) for number, (low, high) in enumerate(itertools.pairwise(cuts))
     ]
-    strip = Strip(device, 0, width, height, pitch, width)
+    strip = Strip(device, at, width, height, pitch, line_bytes)
     enqueue(runtime, [strip], pieces, 4, 1, gather=True)
     lines = np.lib.stride_tricks.as_strided(rows, (height, width), (pitch, 1)).copy()
+    wanted = np.zeros(size, np.uint8)
+    wanted[at:].reshape(height, line_bytes)[:, :width] = lines
     got = np.concatenate([chunk[p.address - host :][: p.end - p.start] for p in pieces])
-    assert np.array_equal(got, lines.reshape(-1))
-    assert int(np.count_nonzero(chunk)) == int(np.count_nonzero(lines))
+    assert np.array_equal(got, wanted)
+    assert int(np.count_nonzero(chunk)) == lines.size
     before = rows.copy()
     rows[:] = 0
     enqueue(runtime, [strip], pieces, 4, 1, gather=False)
@@ -130,25 +135,28 @@ def scattered_layout() -> StageLayout:
     return stage_layout((Plane(0, 64, 64, 64), Plane(64 * 64, 32, 32, 64)), None, 16)
 
 
-@pytest.mark.parametrize("version", [12000, 12080, 13000])
+@pytest.mark.parametrize(
+    ("version", "driver", "batched"),
+    [(12000, 13000, False), (12080, 12080, True), (13000, 13000, True), (13000, 12040, False)],
+)
 def test_many_short_strips_are_one_call_where_there_is_one(
-    runtime: GpuRuntime, library: ctypes.CDLL, version: int
+    runtime: GpuRuntime, library: ctypes.CDLL, version: int, driver: int, batched: bool
 ) -> None:
-    library.be_version(version)
+    library.be_version(version, driver)
     try:
         made = fake_runtime(library)
-        assert made.copies_in_batches is (version >= 12080)
+        assert made.copies_in_batches is batched
         gpu = Gpu(made, scattered_layout(), path=CopyPath.ENGINE)
         gpu.cuda._runtime = made  # the fixture's was made under another version
         lanes = {kind: Lane(kind, gpu.cuda.copier(kind)) for kind in LaneKind}
         pool = gpu.cuda.open_pool(gpu.stage(), -1)
         rows = np.random.default_rng(1).permutation(64)[:32].tolist()
         places = gpu.places(32)
-        batched = library.batched_copies()
+        before_copies = library.batched_copies()
         job = CaptureJob(1, 1, packed_rows(gpu.layout, rows), 32, pack_places(places), False)
         done = lanes[LaneKind.CAPTURE].run(plan_job(gpu.cuda, pool, job), NEVER)
         assert isinstance(done, JobDone), done
-        assert (library.batched_copies() > batched) is (version >= 12080)
+        assert (library.batched_copies() > before_copies) is batched
         before = gpu.memory.copy()
         gpu.memory[:] = 0
         back = RestoreJob(2, 1, job.rows, 32, 32, pack_places(places), done.digests, (MLH,), False)
@@ -160,7 +168,7 @@ def test_many_short_strips_are_one_call_where_there_is_one(
         pool.close()
         gpu.close()
     finally:
-        library.be_version(13000)
+        library.be_version(13000, 13000)
 
 
 def test_a_strip_never_crosses_two_registrations(runtime: GpuRuntime, library: ctypes.CDLL) -> None:
@@ -181,6 +189,30 @@ def test_a_strip_never_crosses_two_registrations(runtime: GpuRuntime, library: c
     gpu.close()
 
 
+def test_rows_that_are_scattered_later_on_take_no_more_device_memory(
+    runtime: GpuRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk goes by the copy engines, so slices are cut larger than staging; the others have short strips."""
+    row_bytes, tokens = 32 * 1024, 256
+    monkeypatch.setattr(cuda_engine, "ENGINE_STRIP_BYTES", 4 * row_bytes)
+    layout = stage_layout(planes(1, row_bytes, tokens), None, 4)
+    slice_bytes = 4 * row_bytes
+    gpu = Gpu(runtime, layout, slice_bytes=slice_bytes, direct_slice_bytes=16 * slice_bytes)
+    lane = Lane(LaneKind.CAPTURE, gpu.cuda.copier(LaneKind.CAPTURE))
+    pool = gpu.cuda.open_pool(gpu.stage(), -1)
+    rows = [*range(4), *np.random.default_rng(1).permutation(np.arange(4, tokens)).tolist()]
+    places = gpu.places(tokens)
+    plan = plan_job(gpu.cuda, pool, CaptureJob(1, 1, packed_rows(layout, rows), tokens, pack_places(places), False))
+    assert max(count for _, count in plan.slices) * slice_bytes > slice_bytes + (1 << 20)
+    before = gpu.cuda.resources()
+    assert isinstance(lane.run(plan, NEVER), JobDone)
+    assert gpu.cuda.resources() == before
+    stored = b"".join(gpu.stored(place) for place in places)
+    assert stored == gpu.memory.reshape(tokens, row_bytes)[rows].tobytes()
+    pool.close()
+    gpu.close()
+
+
 @pytest.mark.parametrize("path", list(CopyPath))
 def test_a_source_that_changes_under_its_copy_is_noticed(runtime: GpuRuntime, path: CopyPath) -> None:
     layout = stage_layout(planes(2, 64, 64), None, 4)
@@ -192,6 +224,30 @@ def test_a_source_that_changes_under_its_copy_is_noticed(runtime: GpuRuntime, pa
         assert isinstance(failed, JobFailed)
         assert (failed.code, failed.chunk) == ("source_changed", 1)
         assert isinstance(gpu.run(case.capture_job(places)), JobDone)
+
+
+@pytest.mark.parametrize("when", ["begun", "completed"])
+@pytest.mark.parametrize("path", [CopyPath.GATHER, CopyPath.ENGINE])
+def test_whenever_a_source_changes_what_is_stored_has_the_digests_that_are_told(
+    runtime: GpuRuntime, path: CopyPath, when: str
+) -> None:
+    """The copy lies between the two digests, however late or early each of the three is done."""
+    gpu = Gpu(runtime, stage_layout(planes(2, 64, 64), None, 4), path=path)
+    copier = gpu.cuda.copier(LaneKind.CAPTURE)
+    pool = gpu.cuda.open_pool(gpu.stage(), -1)
+    places = gpu.places(8)
+    job = CaptureJob(1, 1, packed_rows(gpu.layout, range(8)), 8, pack_places(places), False)
+    copier.begin_capture(0, plan_job(gpu.cuda, pool, job).slice_work(0))
+    if when == "begun":
+        gpu.memory ^= 1
+    digests = copier.complete_capture(0)
+    if when == "completed":
+        gpu.memory ^= 1
+    copier.drain()
+    stored = [np.frombuffer(gpu.stored(place), np.uint8) for place in places]
+    assert digests == [gpu.digester.digest(MLH, chunk) for chunk in stored]
+    pool.close()
+    gpu.close()
 
 
 @pytest.mark.parametrize("path", [CopyPath.GATHER, CopyPath.ENGINE])

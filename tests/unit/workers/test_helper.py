@@ -19,6 +19,11 @@ class Bytes:
     """Something that a weak reference can watch."""
 
 
+def is_in(thread: int, function: str) -> bool:
+    """Whether a thread is inside of a function of this name."""
+    return any(entry.name == function for entry in traceback.extract_stack(sys._current_frames()[thread]))
+
+
 def test_the_owner_does_what_nobody_has_come_for() -> None:
     share = Share(threading.get_ident)
     assert share.result() == threading.get_ident()
@@ -104,14 +109,10 @@ def test_giving_up_waits_for_whoever_is_at_it() -> None:
     began = threading.Event()
     done: list[int] = []
 
-    def waits() -> bool:
-        frame = sys._current_frames()[owner]
-        return any(entry.name == "give_up" for entry in traceback.extract_stack(frame))
-
     def slow() -> None:
         began.set()
         with contextlib.suppress(AssertionError):
-            wait_until(waits)
+            wait_until(lambda: is_in(owner, "give_up"))
         done.append(1)
 
     share = Share(slow)
@@ -151,3 +152,22 @@ def test_a_closed_helper_has_done_what_was_queued() -> None:
     helper.close()
     helper.close()
     assert done == list(range(5))
+
+
+def test_a_task_that_wants_to_go_on_starts_no_thread_behind_the_end() -> None:
+    helper = Helper(shares=False)
+    owner = threading.get_ident()
+    began, ended = threading.Event(), threading.Event()
+
+    def goes_on() -> None:
+        began.set()
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: is_in(owner, "join"))
+        helper.put(goes_on)
+        ended.set()
+
+    helper.put(goes_on)
+    assert began.wait(10)
+    helper.close()
+    assert ended.is_set()
+    assert not [thread for thread in threading.enumerate() if thread.name == "helper"]

@@ -196,3 +196,14 @@ def test_a_pool_whose_chunks_would_not_fit_into_memory_is_refused(host: Host) ->
         assert refused.value.code == "bad_layout"
         assert device.resources()["pools"] == device.resources()["mappings"] == 0
     os.close(descriptor)
+
+
+def test_looks_at_host_memory_are_no_longer_than_what_is_copied(host: Host) -> None:
+    """A CPU reads them: slices that a GPU has read at once would hold up the lane."""
+    pool = host.cuda.open_pool(host.stage(), host.descriptor)
+    rows = (pack_rows([(0, ROWS)]),)
+    plan = plan_job(host.cuda, pool, CaptureJob(1, 1, rows, ROWS, b"", False, hinted=pack_numbers(range(4))))
+    assert plan.look is not None
+    assert plan.look.sizes.most_bytes == host.cuda.slice_bytes
+    assert len(plan.look.slices) == 4
+    pool.close()

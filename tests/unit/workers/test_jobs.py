@@ -118,7 +118,7 @@ def test_a_restore_writes_the_states_of_its_own_position_only() -> None:
 def test_capture_names_the_tail() -> None:
     layout = stage_layout((Plane(0, 32, 32, 100, 4, 8),), None, 8)
     places = [ChunkPlace(span.length_bytes, ()) for span in layout.chunks(14)]
-    works = capture_chunks(layout, 14, (), places)
+    works = capture_chunks(layout, 14, (), places).copied
     assert [(w.live_rows, w.tail_tokens) for w in works] == [(2, 0), (2, 2)]
 
 

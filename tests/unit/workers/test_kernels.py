@@ -101,7 +101,7 @@ def case_work(pool: HostPool, case: Case, prefix: int | None = None) -> SliceWor
     layout = pool.layout
     places = [ChunkPlace(span.length_bytes, ()) for span in case.spans]
     if prefix is None:
-        chunks = capture_chunks(layout, case.tokens, case.positions, places)
+        chunks = capture_chunks(layout, case.tokens, case.positions, places).copied
     else:
         chunks = restore_chunks(
             layout, case.tokens, prefix, case.positions, places, digests=bytes(16 * len(places)), algorithms=(MLH,)
