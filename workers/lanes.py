@@ -227,9 +227,10 @@ class _Run:
             if self._looking or self._completed < len(self._steps.slices):
                 return None
             self._finish()
+            report: JobDone | JobFailed = self._done()
         except Exception as exc:  # noqa: BLE001 - the lane must go on, and the job must get its report
-            return self._let_go(self._failure(exc))
-        return self._let_go(None)
+            report = self._failure(exc)
+        return self._let_go(report)
 
     def _end_turn(self) -> None:
         if self._since is not None:
@@ -384,20 +385,19 @@ class _Run:
             moved_bytes=self._moved_bytes,
         )
 
-    def _let_go(self, failed: JobFailed | None) -> JobDone | JobFailed:
+    def _let_go(self, report: JobDone | JobFailed) -> JobDone | JobFailed:
         """Wait for what still runs and drop all views; the job's final report.
 
         A device that cannot be waited for may still write to rows and shuttles that are about to be given to others:
         nobody may use it any more, so the report becomes sticky.
         """
-        report: JobDone | JobFailed = failed if failed is not None else self._done()
         try:
             self._copier.drain()
         except Exception as exc:  # noqa: BLE001 - whatever it was, the device is in an unknown state
             _log.exception("device cannot be waited for job=%d", self.job)
             text = f"the device cannot be waited for: {exc}"
-            if failed is not None:
-                report = msgspec.structs.replace(failed, message=f"{failed.message}; {text}", sticky=True)
+            if isinstance(report, JobFailed):
+                report = msgspec.structs.replace(report, message=f"{report.message}; {text}", sticky=True)
             else:
                 report = self.failed_whole("device_error", text, sticky=True)
         self._end_turn()
