@@ -313,6 +313,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         seeds=2000,
     ),
     Mutant(
+        "further damage of an image that is damaged already is not recorded",
+        "stratad.core.jobs",
+        "        journaling.record_flags(state, holders)",
+        "        journaling.record_flags(state, flagged)",
+        seeds=6000,
+    ),
+    Mutant(
         "damaged images are found by their tokens",
         "stratad.core.catalog",
         "            if image.findable and image.image_id in self.images:",

@@ -15,6 +15,7 @@ WITNESSES: Final[Mapping[str, int]] = {
     "images that are being taken are evicted": 71,
     "an image with a damaged chunk is not flagged": 136,
     "the next capture is deduplicated against a damaged chunk": 314,
+    "further damage of an image that is damaged already is not recorded": 3279,
     "damaged images are found by their tokens": 136,
     "former workers that hang are not killed": 30,
     "adopted chunks are counted as referenced once": 97,
