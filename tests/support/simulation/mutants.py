@@ -297,6 +297,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "        chunk.references += 0",
         seeds=2000,
     ),
+    Mutant(
+        "slot_from restores the transit image of any slot",
+        "stratad.core.intake",
+        "    image = engine.transits.get(request.source_slot)",
+        "    image = next(iter(engine.transits.values()), None)",
+        seeds=2000,
+    ),
     # --- damage -------------------------------------------------------------------------------------------------------
     Mutant(
         "an image with a damaged chunk is not flagged",

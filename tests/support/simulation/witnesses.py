@@ -13,6 +13,7 @@ WITNESSES: Final[Mapping[str, int]] = {
     "a writer may share rows with readers": 59,
     "images that are being read are evicted": 33,
     "images that are being taken are evicted": 71,
+    "slot_from restores the transit image of any slot": 1527,
     "an image with a damaged chunk is not flagged": 136,
     "the next capture is deduplicated against a damaged chunk": 314,
     "further damage of an image that is damaged already is not recorded": 3279,
