@@ -478,22 +478,24 @@ class Catalog:
         self._loose.discard(chunk)
         self.arenas[chunk.key.worker].free(chunk.place.extents)
 
-    def flag_damaged(self, chunk: Chunk) -> list[Image]:
+    def flag_damaged(self, chunk: Chunk) -> tuple[list[Image], list[Image]]:
         """A chunk failed its digest: it leaves the index at once, so the next capture of the same bytes stores them
-        anew, and every image that holds it is flagged and no longer found. Returns the images flagged now.
+        anew, and every image that holds it is flagged and no longer found. Returns the images that hold it, all of
+        which have that to record, and those of them that were sound; nothing where it was known.
         """
         if chunk.damaged:
-            return []
+            return [], []
         chunk.damaged = True
         if self.chunks.get(chunk.key) is chunk:
             del self.chunks[chunk.key]
         every = (*self.images.values(), *self.transits.values(), *self._bound.values())
-        flagged = [image for image in every if not image.damaged and any(c is chunk for c in image.chunks())]
+        holders = [image for image in every if any(c is chunk for c in image.chunks())]
+        flagged = [image for image in holders if not image.damaged]
         for image in flagged:
             if image.findable and image.image_id in self.images:
                 self._unindex(image)
             image.damaged = True
-        return flagged
+        return holders, flagged
 
     def all_chunks(self) -> Iterator[Chunk]:
         """Every chunk that an image references (as often as they do) or that is only read any more."""

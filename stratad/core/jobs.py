@@ -303,11 +303,11 @@ def job_failed(state: State, worker: Worker, report: JobFailed) -> None:
         state.wake_by(worker.life.leaving_s)
     stored = op.stored(op.stages[stage]) if op.image is not None else ()
     if report.code == "damaged" and 0 <= report.chunk < len(stored):
-        flagged = state.catalog.flag_damaged(stored[report.chunk])
-        for image in flagged:
-            state.count("images_damaged")
+        holders, flagged = state.catalog.flag_damaged(stored[report.chunk])
+        state.count("images_damaged", len(flagged))
+        for image in holders:
             state.log("error", "image damaged", image=image.image_id, stage=stage, chunk=report.chunk)
-        journaling.record_flags(state, flagged)
+        journaling.record_flags(state, holders)
     _fail_stage(
         state,
         op,

@@ -57,9 +57,10 @@ class Audit:
         """Whatever has a chunk that is known to be damaged says so."""
         catalog = self.world.core.state.catalog
         for image in (*catalog.images.values(), *catalog.transits.values()):
-            places = [(c.key.worker, *g) for c in image.chunks() for g in granules_of(c.place)]
-            known = any(self._known_damaged(place) for place in places)
-            check(image.damaged or not known, f"image {image.image_id} has a chunk known damaged, and is not flagged")
+            for chunk in image.chunks():
+                known = any(self._known_damaged((chunk.key.worker, *place)) for place in granules_of(chunk.place))
+                flagged = image.damaged and chunk.damaged
+                check(flagged or not known, f"image {image.image_id} has a chunk known damaged, and is not flagged")
 
     def _known_damaged(self, place: Place) -> bool:
         was = self.reported.get(place)

@@ -22,6 +22,8 @@ from ipc.messages import (
     Request,
     Restore,
     Restored,
+    SlotDrop,
+    SlotFrom,
     SlotTo,
     Traced,
     WorkersChanged,
@@ -52,6 +54,10 @@ class Guard:
     audit: Audit = field(init=False)
     waiting: dict[tuple[int, int], Request] = field(default_factory=dict)
     dying: SimWorker | None = None  # whose end is being noticed
+    # What a client was told is in a slot's transit image, by client, engine and slot: image and tokens; and which of
+    # these a request found when it was served.
+    transits: dict[tuple[int, int, int], tuple[int, list[int]]] = field(default_factory=dict)
+    found: dict[tuple[int, int], tuple[int, list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.jobs = JobWatch(self.world)
@@ -64,15 +70,23 @@ class Guard:
         """A request has reached the core, and is about to be served."""
         self.waiting[client, request.seq] = request
         self.images.request_came(client, request)
+        if isinstance(request, SlotFrom):  # the client may have had another in mind, whose successor was on its way
+            there = self.transits.get((client, request.engine_id, request.source_slot))
+            if there is not None:
+                self.found[client, request.seq] = there
 
     def client_gone(self, client: int) -> None:
         """A connection ended: nobody waits there any more."""
         self.waiting = {key: request for key, request in self.waiting.items() if key[0] != client}
+        self.transits = {key: there for key, there in self.transits.items() if key[0] != client}
+        self.found = {key: there for key, there in self.found.items() if key[0] != client}
         self.images.client_gone(client)
 
     def daemon_gone(self) -> None:
         """The daemon is no more: nobody waits for it."""
         self.waiting.clear()
+        self.transits.clear()
+        self.found.clear()
         self.jobs.fresh = []
         self.images.daemon_gone()
 
@@ -128,6 +142,8 @@ class Guard:
         catalog = self.world.core.state.catalog
         match reply:
             case Restored():
+                if isinstance(request, SlotFrom):
+                    self._check_transit(reply, request, pending, client)
                 self._check_restored(reply, request, pending)
                 if isinstance(request, Restore) and request.take:
                     owner = (client, request.engine_id)
@@ -143,6 +159,9 @@ class Guard:
                 check(found == part_content(version, count), "wrong bytes: a part that was got is not what was put")
             case Captured() if isinstance(request, SlotTo):
                 check(reply.tokens == request.tokens, "a transit image has another number of tokens than asked for")
+                self.transits[client, request.engine_id, request.slot] = (reply.image_id, pending.tokens)
+            case Done() if isinstance(request, SlotDrop):
+                self.transits.pop((client, request.engine_id, request.slot), None)
             case Captured():
                 self._check_captured(reply, request)
                 self._check_recorded(reply.image_id)
@@ -196,6 +215,15 @@ class Guard:
         now = pending.engine.pools[stage].rows[0][first : first + op.token_count]
         wanted = truth[stage][: op.token_count]
         check(now == wanted, f"wrong bytes: stage {stage} of request {reply.seq} does not hold the group it is told of")
+
+    def _check_transit(self, reply: Restored, request: SlotFrom, pending: Pending, client: int) -> None:
+        """What is restored is the transit image that was there when the request was served, and is gone unless kept."""
+        slot = (client, request.engine_id, request.source_slot)
+        image_id, pending.tokens = self.found.pop((client, request.seq), (0, []))
+        check(reply.image_id == image_id, f"restored image {reply.image_id} out of slot {slot[2]}, told was {image_id}")
+        check(reply.tokens == len(pending.tokens), f"restored {reply.tokens} tokens of {len(pending.tokens)}")
+        if not request.keep and self.transits.get(slot, (0, []))[0] == image_id:
+            del self.transits[slot]
 
     def _check_restored(self, reply: Restored, request: Request, pending: Pending) -> None:
         if isinstance(request, Restore):

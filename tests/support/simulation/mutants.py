@@ -297,6 +297,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "        chunk.references += 0",
         seeds=2000,
     ),
+    Mutant(
+        "slot_from restores the transit image of any slot",
+        "stratad.core.intake",
+        "    image = engine.transits.get(request.source_slot)",
+        "    image = next(iter(engine.transits.values()), None)",
+        seeds=2000,
+    ),
     # --- damage -------------------------------------------------------------------------------------------------------
     Mutant(
         "an image with a damaged chunk is not flagged",
@@ -311,6 +318,13 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "        if self.chunks.get(chunk.key) is chunk:",
         "        if False:",
         seeds=2000,
+    ),
+    Mutant(
+        "further damage of an image that is damaged already is not recorded",
+        "stratad.core.jobs",
+        "        journaling.record_flags(state, holders)",
+        "        journaling.record_flags(state, flagged)",
+        seeds=6000,
     ),
     Mutant(
         "damaged images are found by their tokens",

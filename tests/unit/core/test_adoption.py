@@ -173,6 +173,40 @@ def test_a_damaged_chunk_is_shared_with_no_new_image(core: Harness, make_core: M
     restored(successor, engine, "b")
 
 
+def test_chunks_that_are_damaged_on_two_stages_are_shared_with_no_new_image(core: Harness, make_core: MakeCore) -> None:
+    engine = core.register()
+    published(core, engine)
+    core.restore(engine)
+    core.fail("cpu:1", "damaged", chunk=1)
+    core.fail("cpu:0", "damaged", chunk=2)
+    successor = serving(make_core(legacy=core.legacy()))
+    (image,) = successor.core.state.catalog.images.values()
+    published(successor, successor.register(), "b")
+    (healed,) = [i for i in successor.core.state.catalog.images.values() if i.conversation == "b"]
+    shared = [
+        [new is old for new, old in zip(news, olds, strict=True)]
+        for news, olds in zip(healed.stages, image.stages, strict=True)
+    ]
+    assert shared == [[True, True, False], [True, False, True]]
+
+
+@pytest.mark.parametrize("unwritten", ["a", "b"])
+def test_a_chunk_is_damaged_if_one_of_its_images_says_so(core: Harness, make_core: MakeCore, unwritten: str) -> None:
+    engine = core.register()
+    for name in ("a", "b"):
+        published(core, engine, name)
+    core.restore(engine)
+    core.fail("cpu:1", "damaged", chunk=1)
+    for record in [r for r in core.records if isinstance(r, ImageRecord) and r.conversation == unwritten and r.damaged]:
+        core.records.remove(record)  # the daemon died between the two
+    successor = serving(make_core(legacy=core.legacy()))
+    images = list(successor.core.state.catalog.images.values())
+    assert [image.damaged for image in images] == [True, True]
+    published(successor, successor.register(), "c")
+    (healed,) = [i for i in successor.core.state.catalog.images.values() if i.conversation == "c"]
+    assert not healed.damaged
+
+
 # --- when a device may be used ----------------------------------------------------------------------------------------
 
 

@@ -245,6 +245,20 @@ def test_damage_is_recorded_so_that_the_next_daemon_shares_no_damaged_chunk(core
     assert getattr(core.ask(1, look)[0], "match", "") == "miss"
 
 
+def test_damage_is_recorded_of_an_image_that_was_damaged_before(core: Harness) -> None:
+    engine = core.register()
+    one = published(core, engine, "a", tokens=range(600)).image_id
+    other = published(core, engine, "b", tokens=range(512)).image_id
+    core.restore(engine, "a")
+    core.restore(engine, "b", rows=512, first_row=1000)
+    core.fail("cpu:0", "damaged", chunk=2)  # which only one of them has
+    core.fail("cpu:1", "damaged", chunk=0)  # which both have
+    core.finish_all()
+    found = replay(core.records).images
+    assert (found[one].damaged, found[other].damaged) == (((0, 2), (1, 0)), ((1, 0),))
+    assert core.core.state.counters["images_damaged"] == 2
+
+
 def test_two_captures_that_wait_for_room_have_an_image_each_evicted(make_core: MakeCore) -> None:
     core = make_core(1, budget_images=2)
     core.connect()
