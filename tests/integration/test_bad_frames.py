@@ -163,3 +163,20 @@ def test_a_stranger_at_the_workers_socket_is_hung_up_on(daemon: DaemonProcess, c
 
         wait_until(ended)
         wait_until(lambda: client.stats().health == "ok")
+
+
+@pytest.mark.parametrize("word", [b"\x02\x00x", b"\x06\x00hello", b"\x02\x01a\x02\x00b"])
+def test_an_old_peer_is_answered_like_any_other(daemon: DaemonProcess, client: Client, word: bytes) -> None:
+    """One that speaks ZeroMQ's first protocol, a name and frames of length, flags and body, says it without a greeting;
+    ZeroMQ does not tell which connection its messages come over.
+    """
+    path = socket_paths(daemon.run_dir, daemon.instance).client
+    with sockets.socket(sockets.AF_UNIX) as old:
+        old.settimeout(10)
+        old.connect(str(path))
+        old.sendall(b"\x05\x00name" + 8 * word)  # it is looked at once there is as much as a greeting has
+        said = b""
+        while b"code" not in said:
+            said += (part := old.recv(4096))
+            assert part, "the daemon has hung up"
+    assert client.stats().pid == daemon.pid
