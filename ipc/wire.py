@@ -17,7 +17,7 @@ _MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _SOURCE: Final = int(zmq.SRCFD)
-# Of a peer that speaks the first version of ZeroMQ's protocol: of its messages ZeroMQ does not tell where they come from.
+# Of peers that speak the first version of its protocol ZeroMQ does not tell where their messages come from.
 NO_SOURCE: Final = -1
 
 
