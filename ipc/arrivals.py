@@ -46,7 +46,10 @@ class Arrivals:
         Raises:
             zmq.ZMQError: no socket to be had for the news.
         """
-        return cls(server, server.get_monitor_socket(_EVENTS), path)
+        news = server.get_monitor_socket(_EVENTS)
+        # Else twice as many are kept, of which each may be a connection that nobody has looked at: descriptors.
+        news.rcvhwm = 1
+        return cls(server, news, path)
 
     @property
     def socket(self) -> zmq.Socket[bytes]:

@@ -67,6 +67,11 @@ class FrameReader:
         del buffer[:at]
         return frames
 
+    @property
+    def held_bytes(self) -> int:
+        """What came of a frame that is not whole yet."""
+        return len(self._buffer)
+
     def _check(self, length: int) -> None:
         if length > self._limit_bytes:
             raise LinkError(f"a frame of {length} bytes is above the limit of {self._limit_bytes}")

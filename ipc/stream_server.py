@@ -11,6 +11,7 @@ import resource
 import select
 import socket
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -25,6 +26,9 @@ READS: Final = 16
 IDENTITY_BYTES: Final = 256
 # Descriptors that are left for others, whoever connects.
 SPARE_FILES: Final = 16
+# Peers that have not said their name: a worker does so at once.
+NAMELESS: Final = 16
+_NAME_BYTES: Final = HEAD.size + IDENTITY_BYTES
 
 
 class _Peer:
@@ -55,6 +59,8 @@ class StreamServer:
         self._queue_count = queue_count
         self._peers: dict[int, _Peer] = {}  # by descriptor
         self._known: dict[bytes, _Peer] = {}  # by identity
+        self._nameless: dict[int, _Peer] = {}  # by descriptor, in the order in which they came
+        self._admits: Callable[[bytes], bool] = lambda _: True
         self._ready: deque[Incoming] = deque()
         self._waiting: set[_Peer] = set()  # those with a queue
         self._deaf = False  # nobody is let in: there was no descriptor for the last one
@@ -90,6 +96,10 @@ class StreamServer:
             unnamed.unlink(missing_ok=True)
             raise
         return cls(listener, epoll, path, max_message_bytes=max_message_bytes, queue_count=queue_count)
+
+    def admit_only(self, admits: Callable[[bytes], bool]) -> None:
+        """From now on who is not admitted by its identity is hung up on: its frames would keep the others' waiting."""
+        self._admits = admits
 
     def fileno(self) -> int:
         """For a poller: readable when `recv_all` has something to do."""
@@ -213,8 +223,19 @@ class StreamServer:
         if connection.fileno() + SPARE_FILES >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
             connection.close()
             return
-        self._peers[connection.fileno()] = _Peer(connection, self._max_message_bytes)
+        self._make_room()
+        peer = _Peer(connection, self._max_message_bytes)
+        self._peers[connection.fileno()] = self._nameless[connection.fileno()] = peer
         self._epoll.register(connection.fileno(), select.EPOLLIN)
+
+    def _make_room(self) -> None:
+        """Hang up on whoever has kept silent for longest, where there are `NAMELESS` of them."""
+        if len(self._nameless) < NAMELESS:
+            return
+        eldest = next(iter(self._nameless.values()))
+        self._read(eldest)  # it may have said its name meanwhile
+        if not eldest.identity and eldest.connection.fileno() in self._peers:
+            self._close(eldest)
 
     def _listen_again(self) -> None:
         if self._deaf:
@@ -224,29 +245,32 @@ class StreamServer:
     def _read(self, peer: _Peer) -> None:
         for _ in range(READS):
             try:
-                received = peer.connection.recv(READ_BYTES)
+                # Of a stranger no more is kept than a name may have.
+                wanted = READ_BYTES if peer.identity else _NAME_BYTES - peer.reader.held_bytes
+                received = peer.connection.recv(wanted)
                 frames = peer.reader.take(received)
             except BlockingIOError:
                 return
             except OSError:  # it has gone with frames of ours unread, or it broke the wire
                 self._close(peer)
                 return
-            if not received:
+            if not received or (not peer.identity and not frames and peer.reader.held_bytes >= _NAME_BYTES):
                 self._close(peer)
                 return
             if not peer.identity and frames and not self._name(peer, frames.pop(0)):
                 return
             for frame in frames:
                 self._ready.append(Incoming(peer.identity, frame, 1))
-            if len(received) < READ_BYTES:
+            if len(received) < wanted:
                 return
 
     def _name(self, peer: _Peer, identity: bytes) -> bool:
         """The first frame of a peer has come; False where it is closed for it."""
         # A second one of a name that is in use is not the worker that we started.
-        if not 0 < len(identity) <= IDENTITY_BYTES or identity in self._known:
+        if not 0 < len(identity) <= IDENTITY_BYTES or identity in self._known or not self._admits(identity):
             self._close(peer)
             return False
+        del self._nameless[peer.connection.fileno()]
         peer.identity = identity
         self._known[identity] = peer
         return True
@@ -279,6 +303,7 @@ class StreamServer:
     def _close(self, peer: _Peer) -> None:
         self._waiting.discard(peer)
         del self._peers[peer.connection.fileno()]
+        self._nameless.pop(peer.connection.fileno(), None)
         if peer.identity:
             del self._known[peer.identity]
         with contextlib.suppress(OSError):

@@ -17,6 +17,8 @@ _MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _SOURCE: Final = int(zmq.SRCFD)
+# Of peers that speak the first version of its protocol ZeroMQ does not tell where their messages come from.
+NO_SOURCE: Final = -1
 
 
 def send_now(socket: zmq.Socket[bytes], frame: bytes) -> None:
@@ -51,7 +53,7 @@ def receive_all(socket: zmq.Socket[bytes], limit: int, sources: list[int] | None
     """The frames of each message that is there now, up to `limit` messages; best called when a poll said so.
 
     Of a message with more than a few frames, which no peer of ours sends, only the first are kept; the rest are empty.
-    To `sources` is added, for each message, the descriptor of the connection that it came over.
+    To `sources` is added, for each message, the descriptor of the connection that it came over, or `NO_SOURCE`.
 
     Raises:
         zmq.ZMQError: the socket cannot be used.
@@ -66,9 +68,16 @@ def receive_all(socket: zmq.Socket[bytes], limit: int, sources: list[int] | None
                 frames.append(frame.bytes if len(frames) <= 2 else b"")
                 more = frame.more
                 if sources is not None and not more:
-                    sources.append(int(frame.get(_SOURCE)))
+                    sources.append(_source_of(frame))
             messages.append(frames)
             if len(messages) == limit or not int(_get(socket, _EVENTS)) & _POLLIN:
                 return messages
     except zmq.Again:
         return messages
+
+
+def _source_of(frame: zmq.Frame) -> int:
+    try:
+        return int(frame.get(_SOURCE))
+    except zmq.ZMQError:
+        return NO_SOURCE

@@ -29,6 +29,9 @@ MAX_SHUTTLE_BYTES: Final = 1024 * 1024 * 1024
 STEP_BYTES: Final = 64 * 1024 * 1024
 # Memory that reserving must leave to everybody else.
 MARGIN_BYTES: Final = 64 * 1024 * 1024
+# What shuttles leave of the tmpfs: the journal lies there too, and nothing is captured while it cannot grow. A step of
+# it, and one of the file that a compaction puts in its place.
+JOURNAL_BYTES: Final = 2 * 1024 * 1024
 _MODE: Final = 0o600
 # So many makers may reserve a step at the same time without asking one another; nearer to a limit they take turns.
 _MAKERS: Final = 64
@@ -206,8 +209,9 @@ def _check_free(wanted_bytes: int, room: Headroom) -> None:
     status = os.statvfs(MOUNT)
     tmpfs_free_bytes = status.f_bavail * status.f_frsize
     # A tmpfs without a size limit has no blocks at all.
-    if status.f_blocks and tmpfs_free_bytes < wanted_bytes:
-        raise _no_space(wanted_bytes, tmpfs_free_bytes, f"{MOUNT}: make it larger (mount -o remount,size=...)")
+    if status.f_blocks and tmpfs_free_bytes < wanted_bytes + JOURNAL_BYTES:
+        remedy = f"make it larger (mount -o remount,size=...; {JOURNAL_BYTES} stay for the journal)"
+        raise _no_space(wanted_bytes, tmpfs_free_bytes, f"{MOUNT}: {remedy}")
     if room.free_bytes < wanted_bytes + MARGIN_BYTES:
         raise _no_space(wanted_bytes, max(room.free_bytes - MARGIN_BYTES, 0), room.limited_by)
 

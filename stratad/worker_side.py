@@ -53,6 +53,7 @@ class WorkerSide:
     def start(self) -> None:
         """Before the first turn."""
         self._oom_kills = oom_kills()
+        self.server.admit_only(self._identities.__contains__)
 
     # --- processes ----------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,8 @@ from stratad.core.state import ALIVE, GONE, RETRIED, ClientRecord, Instant, Sett
 
 # How long a lifeline may stay without its hello.
 HELLO_S = 10.0
+# Clients beyond the limit get a log line together: nobody else's disk is theirs to fill.
+SURPLUS_TOLD_EVERY_S = 10.0
 # Image ids of one start differ in these bits.
 ID_BITS = 20
 
@@ -189,7 +191,7 @@ class Core:
         record = ClientRecord(client, pid, uid, start_ticks, hello_by_s=at.now_s + HELLO_S)
         state.wake_by(record.hello_by_s)
         if len(state.clients) >= state.settings.max_clients:
-            state.log("warning", "too many clients", client=client, pid=pid, limit=state.settings.max_clients)
+            _tell_surplus(state, client, pid)
             if len(state.clients) >= 2 * state.settings.max_clients:
                 state.out.append(DropClient(client))  # not even an answer: they come faster than they can be told
                 return self._end()
@@ -477,3 +479,13 @@ def _first_id(settings: Settings, legacy: adoption.Legacy | None) -> int:
     while begin in taken:
         begin += 1
     return (begin << ID_BITS) + 1
+
+
+def _tell_surplus(state: State, client: int, pid: int) -> None:
+    """Log that there are too many clients, a line a while."""
+    state.surplus_count += 1
+    if state.now_s - state.surplus_told_s < SURPLUS_TOLD_EVERY_S:
+        return
+    limit, count = state.settings.max_clients, state.surplus_count
+    state.log("warning", "too many clients", client=client, pid=pid, limit=limit, count=count)
+    state.surplus_count, state.surplus_told_s = 0, state.now_s

@@ -319,6 +319,8 @@ class State:
     closing: set[int] = field(default_factory=set)  # engines that go when their last operation ends
     suspects: WeakSet[Suspect] = field(default_factory=WeakSet)  # those whose copies have a worker to themselves
     resets: set[str] = field(default_factory=set)  # workers whose arena is to be emptied
+    surplus_count: int = 0  # clients beyond the limit of whom no log line has told
+    surplus_told_s: float = -math.inf
     stats_requests: list[StatsRequest] = field(default_factory=list)
     faults: dict[int, FaultInfo] = field(default_factory=dict)  # armed, not struck yet
     announced: list[Announced] = field(default_factory=list)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shm.shuttle import JOURNAL_BYTES
 from stratad.client import Client
 from stratad.errors import Busy, NoSpace
 from tests.support.daemon import DaemonProcess
@@ -71,6 +72,21 @@ def test_a_full_dev_shm_is_told_with_numbers_and_its_end_is_noticed() -> None:
             engine.capture("large", rows, rows)
             check_restores(engine, "large", large, rows)
             assert daemon.log.count("shuttle failed") <= 4, "a line an episode, not one a try"
+
+
+def test_shuttles_leave_the_journal_room_to_grow() -> None:
+    """Or it could not be written for as long as they are there: nothing would be captured, dropped or pinned."""
+    rows = range(2048)
+    with SmallShm.make(24 * MIB) as shm:
+        daemon = DaemonProcess("cpu:1", SETTINGS, prefix=shm.prefix, shm=shm.folder)
+        with daemon, daemon.client() as client, FakeEngine(client, (LAYOUT,)) as engine:
+            engine.capture("small", range(300), range(300))
+            with shm.filled(leave_bytes=4 * MIB + JOURNAL_BYTES - MIB):
+                with pytest.raises(NoSpace, match=rf"5242880 are free .* {JOURNAL_BYTES} stay for the journal"):
+                    engine.capture("large", rows, rows)
+                assert shm.free_bytes >= JOURNAL_BYTES
+            settled(client, "ok")
+            engine.capture("large", rows, rows)
 
 
 def test_ten_kills_and_starts_leave_the_use_of_dev_shm_flat() -> None:

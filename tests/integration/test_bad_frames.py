@@ -1,6 +1,7 @@
 """Whatever arrives on the socket: a coded reply or silence for that peer, and the daemon serves on."""
 
 import os
+import socket as sockets
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import zmq
 
 from ipc.lifeline import MAX_STASHED, Lifeline
 from ipc.messages import PROTOCOL_VERSION
+from ipc.stream import LinkError, StreamLink
 from stratad.client import Client
 from stratad.paths import socket_paths
 from tests.support.daemon import DaemonProcess
@@ -141,3 +143,40 @@ def test_descriptors_ahead_of_their_messages_wait(daemon: DaemonProcess, client:
     os.close(pool)
     wait_until(lambda: len(list(Path(f"/proc/{daemon.pid}/fd").iterdir())) == descriptors)
     assert client.stats().counters.get("internal_errors", 0) == before.get("internal_errors", 0)
+
+
+def test_a_stranger_at_the_workers_socket_is_hung_up_on(daemon: DaemonProcess, client: Client) -> None:
+    """Of our own user, since nobody else may connect there: a name that no worker was given, then frames."""
+    path = socket_paths(daemon.run_dir, daemon.instance).worker
+    with (
+        sockets.socket(sockets.AF_UNIX) as silent,
+        StreamLink.connect(path, b"cpu:0#1#stray", max_message_bytes=1 << 20, timeout_s=5.0) as stray,
+    ):
+        silent.connect(str(path))
+
+        def ended() -> bool:
+            try:
+                stray.send(bytes(64))
+            except LinkError:
+                return True
+            return False
+
+        wait_until(ended)
+        wait_until(lambda: client.stats().health == "ok")
+
+
+@pytest.mark.parametrize("word", [b"\x02\x00x", b"\x06\x00hello", b"\x02\x01a\x02\x00b"])
+def test_an_old_peer_is_answered_like_any_other(daemon: DaemonProcess, client: Client, word: bytes) -> None:
+    """One that speaks ZeroMQ's first protocol, a name and frames of length, flags and body, says it without a greeting;
+    ZeroMQ does not tell which connection its messages come over.
+    """
+    path = socket_paths(daemon.run_dir, daemon.instance).client
+    with sockets.socket(sockets.AF_UNIX) as old:
+        old.settimeout(10)
+        old.connect(str(path))
+        old.sendall(b"\x05\x00name" + 8 * word)  # it is looked at once there is as much as a greeting has
+        said = b""
+        while b"code" not in said:
+            said += (part := old.recv(4096))
+            assert part, "the daemon has hung up"
+    assert client.stats().pid == daemon.pid

@@ -37,7 +37,8 @@ from ipc.messages import (
 from shm.layout import Plane
 from shm.rows import pack_numbers, pack_rows
 from stratad.core import registration
-from stratad.core.effects import CloseDescriptor
+from stratad.core.core import SURPLUS_TOLD_EVERY_S
+from stratad.core.effects import CloseDescriptor, LogLine
 from tests.support.core_harness import FINGERPRINT, ROWS, Harness, layout, pack_tokens
 from tests.support.layouts import stage_layout
 
@@ -330,6 +331,22 @@ def test_too_many_clients_and_operations(make_core: Callable[..., Harness]) -> N
     assert core.failure(2, hello.seq).code == "too_many"
     assert 2 in core.dropped
     core.finish_all()
+
+
+def test_a_flood_of_clients_is_a_log_line_a_while(make_core: Callable[..., Harness]) -> None:
+    core = make_core(max_clients=1)
+    core.connect()
+
+    def told() -> list[dict[str, object]]:
+        lines = [effect for effect in core.effects if isinstance(effect, LogLine)]
+        return [dict(line.fields) for line in lines if line.message == "too many clients"]
+
+    for client in range(2, 22):
+        core.perform(core.core.client_connected(client, 7, 1000, 1, core.at))
+    assert told() == [{"client": 2, "pid": 7, "limit": 1, "count": 1}]
+    core.tick(SURPLUS_TOLD_EVERY_S)
+    core.perform(core.core.client_connected(22, 7, 1000, 1, core.at))
+    assert told()[1:] == [{"client": 22, "pid": 7, "limit": 1, "count": 20}]
 
 
 def test_blocks_that_cannot_locate_tokens_are_captured_to_the_last_full_one(core: Harness) -> None:

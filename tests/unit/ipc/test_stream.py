@@ -1,5 +1,6 @@
 """Streams between the supervisor and its workers, over real sockets."""
 
+import contextlib
 import os
 import resource
 import select
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from ipc.rundir import RunDirError
 from ipc.server import Incoming, Sent
 from ipc.stream import HEAD, READ_BYTES, FrameReader, LinkError, StreamLink
-from ipc.stream_server import IDENTITY_BYTES, SPARE_FILES, StreamServer
+from ipc.stream_server import IDENTITY_BYTES, NAMELESS, SPARE_FILES, StreamServer
 from tests.support.wait import wait_until
 
 MAX_BYTES = 1 << 20
@@ -217,6 +218,49 @@ def _at_end(raw: socket.socket) -> bool:
         return raw.recv(1) == b""
     except BlockingIOError:
         return False
+
+
+def test_who_is_not_admitted_is_hung_up_on_with_all_it_says(server: StreamServer, path: Path) -> None:
+    server.admit_only(frozenset({b"w"}).__contains__)
+    with connect(path, b"stray") as stray, connect(path) as link:
+        stray.send(b"noise")
+        link.send(b"word")
+        assert [incoming.frame for incoming in said(server)] == [b"word"]
+        wait_until(lambda: _ended(server, stray))
+    assert not server.reaches(b"stray")
+
+
+def test_of_a_stranger_no_more_is_kept_than_a_name(server: StreamServer, path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(path))
+        raw.sendall(HEAD.pack(MAX_BYTES) + bytes(IDENTITY_BYTES))
+        raw.setblocking(False)
+        wait_until(lambda: not server.recv_all(1) and _at_end(raw))
+
+
+def test_those_who_keep_silent_are_few_and_keep_nobody_out(server: StreamServer, path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        named = stack.enter_context(connect(path, b"early"))
+        silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2 * NAMELESS)]
+        for raw in silent:
+            raw.connect(str(path))
+            raw.setblocking(False)
+        late = stack.enter_context(connect(path, b"late"))
+        known(server, b"late")
+        assert server.reaches(b"early")
+        # The last of them to come are those that stay: one more was let in before the late one, and is over.
+        assert [_at_end(raw) for raw in silent] == [True] * (NAMELESS + 1) + [False] * (NAMELESS - 1)
+        named.send(b"1")
+        late.send(b"2")
+        assert sorted(incoming.frame for incoming in said(server, 2)) == [b"1", b"2"]
+
+
+def test_a_name_is_read_from_whoever_is_the_eldest(server: StreamServer, path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        links = [stack.enter_context(connect(path, b"%d" % number)) for number in range(2 * NAMELESS)]
+        for link in links:
+            link.send(b"word")
+        assert {incoming.peer for incoming in said(server, len(links))} == {b"%d" % n for n in range(2 * NAMELESS)}
 
 
 def test_a_forgotten_peer_is_closed_and_its_words_are_dropped(server: StreamServer, path: Path) -> None:

@@ -3,11 +3,13 @@
 import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ipc.arrivals import NEWS_COUNT
 from ipc.lifeline import Refused
 from ipc.server import RouterServer
 from stratad.door import PER_LIFELINE, STRANGERS, WHY, Door
@@ -119,3 +121,21 @@ def test_a_router_closes_although_nobody_has_read_the_news(tmp_path: Path) -> No
                     connection.connect(os.fspath(path))
                 except BlockingIOError:
                     break  # nobody is accepted any more
+
+
+def test_nobody_is_let_in_while_a_thousand_arrivals_were_not_looked_at(rig: Rig, tmp_path: Path) -> None:
+    """Each that comes and goes is told of twice; behind those only the backlog is left."""
+    made, patience = 0, 300
+    while patience and made < 900:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.setblocking(False)
+            try:
+                connection.connect(os.fspath(tmp_path / "run/c.sock"))
+            except BlockingIOError:
+                threading.Event().wait(0.001)
+                patience -= 1
+            else:
+                made, patience = made + 1, 300
+    assert 500 <= made < 900
+    assert rig.server.arrivals is not None
+    assert len([*rig.server.arrivals.read(NEWS_COUNT)]) >= 1000
