@@ -4,7 +4,8 @@ An image is adopted whole or not at all. What cannot be adopted is named in the 
 served any more, a segment that is gone, another digest key, a record that contradicts itself or a later one. Reading
 begins as soon as a worker is there. That is only once the device's former worker is proven gone, and with it everybody
 who may write into the arena; a former worker that could never be proven gone (its pid means nothing here) leaves its
-shuttles sealed, so that nothing is ever written there again.
+shuttles sealed, so that nothing is ever written there again. It may still attach or remove by name what it was ordered
+to: new shuttles have numbers that it was never told.
 """
 
 import math
@@ -97,12 +98,17 @@ def adopt(state: State, legacy: Legacy) -> None:
     for name, worker in state.workers.items():
         _adopt_shuttles(state, worker, legacy, claims)
         former = legacy.journal.workers.get(name)
-        if former is not None and legacy.same_pids:
+        if former is None:
+            continue
+        latest = max(legacy.shuttles.get(name, {}), default=-1)
+        beyond = max(latest + 1, former.first_shuttle) + 1 + PASSED_OVER
+        if legacy.same_pids:
             worker.former = (former.pid, former.start_ticks)
-            worker.former_shuttles = max(legacy.shuttles.get(name, {}), default=-1) + 2 + PASSED_OVER
+            worker.first_shuttle, worker.former_shuttles = former.first_shuttle, beyond
             worker.state = WorkerState.AWAITING
             worker.detail = f"its former process {former.pid} is not proven gone yet"
-        elif former is not None:
+        else:
+            worker.first_shuttle = beyond
             state.log("warning", "former worker of another pid namespace: its shuttles are sealed", worker=name)
     for image in sorted(adopted, key=lambda image: image.created_unix_s):
         record = legacy.journal.images[image.image_id]
@@ -205,7 +211,7 @@ def former_gone(state: State, worker: Worker) -> None:
     another shuttle after we had looked at what is there.
     """
     worker.former = None
-    for index in range(worker.former_shuttles):
+    for index in range(worker.first_shuttle, worker.former_shuttles):
         if index not in worker.sizes:
             state.out.append(UnlinkSegment(segment_name(state.settings.instance, worker.name, index)))
     if worker.state in (WorkerState.AWAITING, WorkerState.STUCK):
@@ -222,7 +228,12 @@ def all_records(state: State) -> tuple[Record, ...]:
         name: worker.former if worker.former is not None else (worker.pid, worker.start_ticks)
         for name, worker in state.workers.items()
     }
-    return (*images, *(WorkerRecord(name, *process) for name, process in processes.items() if process[0]))
+    workers = (
+        WorkerRecord(name, *process, state.workers[name].first_shuttle)
+        for name, process in processes.items()
+        if process[0]
+    )
+    return (*images, *workers)
 
 
 def snapshot(state: State, legacy: Legacy | None) -> tuple[Record, ...]:

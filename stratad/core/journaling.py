@@ -170,4 +170,5 @@ def record_worker(state: "State", worker: "Worker") -> None:
         if worker.generation == generation:
             worker.recorded = True
 
-    append(state, [WorkerRecord(worker.name, worker.pid, worker.start_ticks)], written, lambda _state, _error: None)
+    record = WorkerRecord(worker.name, worker.pid, worker.start_ticks, worker.first_shuttle)
+    append(state, [record], written, lambda _state, _error: None)

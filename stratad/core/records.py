@@ -67,12 +67,14 @@ class DropRecord(msgspec.Struct, frozen=True, tag_field="t", tag="drop"):
 
 class WorkerRecord(msgspec.Struct, frozen=True, tag_field="t", tag="worker"):
     """The process that may write the arena of `worker` from now on. It replaces the earlier record of that worker: a
-    next process is started only once the former is proven gone.
+    next process is started only once the former is proven gone. The shuttles that it makes are numbered from
+    `first_shuttle`.
     """
 
     worker: str
     pid: int
     start_ticks: int
+    first_shuttle: int = 0
 
 
 Record: TypeAlias = ImageRecord | DropRecord | WorkerRecord

@@ -1,5 +1,6 @@
 """Everything the core knows: its settings, and its records of clients, engines and workers."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -153,6 +154,7 @@ class Worker:
     mapped: set[int] = field(default_factory=set)
     locked: set[int] = field(default_factory=set)
     making: int | None = None
+    first_shuttle: int = 0  # no new shuttle has a number below: somebody who may still live may go by such names
     retired: set[int] = field(default_factory=set)  # numbers that no new shuttle may have
     skipped: int = 0  # names in a row that somebody else had taken
     grow_failed: str = ""
@@ -186,7 +188,7 @@ class Worker:
     def next_index(self) -> int:
         """The number of the next new shuttle."""
         used = self.sizes.keys() | self.retired
-        return next(number for number in range(len(used) + 1) if number not in used)
+        return next(number for number in itertools.count(self.first_shuttle) if number not in used)
 
     def runs_short(self, now_s: float) -> bool:
         """Whether something that a shuttle needs was missing a moment ago."""

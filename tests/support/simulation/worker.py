@@ -41,6 +41,7 @@ from tests.support.simulation.content import (
     Granule,
     Pool,
     Segment,
+    check,
     cut,
     digest_of,
     granules_of,
@@ -115,6 +116,7 @@ class SimWorker:
     dies_s: float = 0.0  # not before this
     late_steps: int = 0  # that may still land once it is doomed
     takes_along: int = -1  # a segment that somebody removes when it is gone
+    begun: Segment | None = None  # a shuttle that it has made the name of, and no more
     shuttle_fault: str = ""
     pool_fault: str = ""
     op_of: dict[int, int] = field(default_factory=dict)  # operations, by job
@@ -194,18 +196,19 @@ class SimWorker:
         """Make the name of a new shuttle: to reserve its memory takes a while, in which anything may happen."""
         if order.adopt or order.segment in self.shared or self.shuttle_fault:
             return False
-        self.shared[order.segment] = Segment(order.segment, self.name, order.index, self.pid)
+        self.begun = self.shared[order.segment] = Segment(order.segment, self.name, order.index, self.pid)
         self.lost.discard((self.name, order.index))
         return True
 
     def _make_shuttle(self, order: MakeShuttle) -> None:
-        segment = self.shared.get(order.segment)
-        mine = segment is not None and segment.maker == self.pid and not segment.whole
-        if self.shuttle_fault or segment is None or not (segment.whole if order.adopt else mine):
+        segment = self.shared.get(order.segment) if order.adopt else self.begun  # whatever became of the latter's name
+        begun, self.begun = self.begun, None
+        if self.shuttle_fault or segment is None or (order.adopt and not segment.whole):
             gone = order.adopt and segment is None
             code, self.shuttle_fault = self.shuttle_fault or ("missing" if gone else "exists"), ""
-            if mine:
-                del self.shared[order.segment]
+            if begun is not None:
+                named = self.shared.pop(order.segment, begun)  # by name: it does not look whose that is now
+                check(named is begun, f"{self.pid} gives {order.segment} up and removes what {named.maker} made")
             self.outbox.append(ShuttleFailed(order.index, code, f"no shuttle: {code}", order.shuttle_bytes, 0))
             return
         segment.whole = True

@@ -22,7 +22,8 @@ from ipc.messages import (
     Stage,
 )
 from shm.extent import unpack_places
-from stratad.core.adoption import FORMER_S, Legacy
+from shm.header import segment_name
+from stratad.core.adoption import FORMER_S, PASSED_OVER, Legacy
 from stratad.core.core import Core
 from stratad.core.effects import Append, KillFormer, LogLine, SendTo, SpawnWorker, UnlinkSegment, WatchFormer
 from stratad.core.records import DropRecord, ImageRecord, replay
@@ -281,6 +282,48 @@ def test_where_pids_mean_nothing_shuttles_are_read_and_never_written_again(core:
     chunks = [c for image in successor.core.state.catalog.images.values() for c in image.chunks()]
     assert chunks
     assert not sealed & {e.shuttle for chunk in chunks if chunk.key.worker == "cpu:0" for e in chunk.place.extents}
+
+
+def numbers_made(core: Harness, worker: str = "cpu:0") -> list[int]:
+    """Of the shuttles that a worker was to make anew."""
+    sent = [e.command for e in core.effects if isinstance(e, SendTo) and e.worker == worker]
+    return [command.index for command in sent if isinstance(command, MakeShuttle) and not command.adopt]
+
+
+def test_new_shuttles_have_no_name_that_a_process_may_use_whose_end_nobody_can_prove(
+    core: Harness, make_core: MakeCore
+) -> None:
+    published(core, core.register())
+    told = numbers_made(core)
+    # It was to attach or to make these again; whoever removed them may have done that before we looked.
+    for shuttles in (core.legacy().shuttles, {}):
+        successor = make_core(legacy=core.legacy(same_pids=False)._replace(shuttles=shuttles))
+        published(successor, serving(successor).register(), "b")
+        made = numbers_made(successor)
+        assert made
+        assert min(made) > max(told) + PASSED_OVER
+        # The one after that, too, though nothing of this one's is left but its record.
+        third = make_core(legacy=successor.legacy(same_pids=False)._replace(shuttles={}))
+        published(third, serving(third).register(), "c")
+        assert min(numbers_made(third)) > max(made) + PASSED_OVER
+        # And also where the journal was written anew meanwhile.
+        anew = replay(successor.core.all_records())
+        assert anew.workers == successor.legacy().journal.workers
+
+
+def test_what_a_former_worker_made_late_is_removed_wherever_its_numbers_began(
+    core: Harness, make_core: MakeCore
+) -> None:
+    successor = serving(make_core(legacy=core.legacy(same_pids=False)))
+    published(successor, successor.register())
+    made = numbers_made(successor)
+    third = make_core(legacy=successor.legacy()._replace(shuttles={}))
+    third.former_gone("cpu:0")
+    gone = {e.segment for e in third.effects if isinstance(e, UnlinkSegment)}
+    assert {
+        segment_name(third.core.state.settings.instance, "cpu:0", number) for number in (*made, max(made) + 1)
+    } <= gone
+    assert numbers_made(third) == [min(made)]  # it goes on where that one began
 
 
 # --- what cannot be adopted -------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ipc.codec import decode
 from shm.shuttle import MOUNT
 from stratad.core.images import ImagePart
 from stratad.core.memory import INDEX_ENTRY_BYTES
@@ -83,6 +85,11 @@ def test_what_records_add_up_to() -> None:
     assert list(found.images) == [3, 5, 4]
     assert found.images[4].pinned
     assert found.workers == {"cpu:0": WorkerRecord("cpu:0", 9, 9)}
+
+
+def test_a_worker_recorded_by_a_build_that_knew_no_first_shuttle_numbered_from_0() -> None:
+    former = msgspec.msgpack.encode({"t": "worker", "worker": "cpu:0", "pid": 7, "start_ticks": 8})
+    assert decode(former, Record) == WorkerRecord("cpu:0", 7, 8, first_shuttle=0)
 
 
 def test_no_journal_has_no_records(instance: str) -> None:
