@@ -74,10 +74,24 @@ class Door:
 
     def _came(self, descriptor: int) -> None:
         process = self._arrivals.peer(descriptor) or NOBODY
-        if self._counts[process] < PER_LIFELINE * self._lifelines_of(*process):
+        allowed = PER_LIFELINE * self._lifelines_of(*process)
+        if not allowed and process in self._counts:
+            self._disown(process)
+        if self._counts.get(process, 0) < allowed:
             self._known[descriptor] = process
             self._counts[process] += 1
-        elif len(self._strangers) < STRANGERS:
+        else:
+            self._take_as_stranger(descriptor, process)
+
+    def _disown(self, process: Process) -> None:
+        """A process has no lifeline any more: what it has left must not count against its next one."""
+        for descriptor in [known for known, owner in self._known.items() if owner == process]:
+            del self._known[descriptor]
+            self._take_as_stranger(descriptor, process)
+        del self._counts[process]
+
+    def _take_as_stranger(self, descriptor: int, process: Process) -> None:
+        if len(self._strangers) < STRANGERS:
             self._strangers.add(descriptor)
         else:
             self._arrivals.hang_up(descriptor)

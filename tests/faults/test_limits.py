@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,6 +166,35 @@ def connect_raw(path: Path, count: int, stack: contextlib.ExitStack) -> None:
         connection.connect(os.fspath(path))
 
 
+# Another process than the client's, whose own connections would count as these do.
+_FLOOD = """
+import socket, sys
+client, life, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+held = []
+if life:
+    from pathlib import Path
+    from ipc.lifeline import Lifeline
+    held.append(Lifeline.connect(Path(life), 5.0))
+for _ in range(count):
+    held.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    held[-1].connect(client)
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def flooded(client: Path, life: Path | None, count: int) -> Iterator[None]:
+    """A process has opened so many connections, and a lifeline before them if `life` is given."""
+    command = [sys.executable, "-c", _FLOOD, os.fspath(client), os.fspath(life or ""), str(count)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "connected\n"
+        yield
+        process.stdin.close()
+
+
 @pytest.mark.parametrize("with_lifeline", [False, True], ids=["strangers", "a client"])
 def test_connections_that_no_lifeline_stands_for_cost_the_daemon_nothing(with_lifeline: bool) -> None:
     """ZeroMQ aborts the process that has no descriptor left for one."""
@@ -173,10 +203,7 @@ def test_connections_that_no_lifeline_stands_for_cost_the_daemon_nothing(with_li
             check_round(engine, "a")
         descriptors = len(list(Path(f"/proc/{daemon.pid}/fd").iterdir()))
         paths = socket_paths(daemon.run_dir, daemon.instance)
-        with contextlib.ExitStack() as stack:
-            if with_lifeline:
-                stack.enter_context(Lifeline.connect(paths.life, 5.0))
-            connect_raw(paths.client, 2 * LOW, stack)
+        with flooded(paths.client, paths.life if with_lifeline else None, 2 * LOW):
             # Three for the lifeline: itself, the pidfd of its process, and a moment's copy.
             most = descriptors + STRANGERS + (PER_LIFELINE + 3 if with_lifeline else 1)
             wait_until(lambda: len(list(Path(f"/proc/{daemon.pid}/fd").iterdir())) <= most, what="the hanging up")

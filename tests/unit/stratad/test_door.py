@@ -91,6 +91,18 @@ def test_whose_connections_have_gone_may_come_again(rig: Rig) -> None:
     assert rig.refused == []
 
 
+def test_what_was_let_in_under_an_earlier_lifeline_does_not_count_against_the_next(rig: Rig) -> None:
+    rig.lifelines = 1
+    rig.connect(PER_LIFELINE)
+    assert rig.open_count() == PER_LIFELINE
+    rig.lifelines = 0
+    rig.connect(2 * STRANGERS)
+    assert rig.open_count() == PER_LIFELINE + STRANGERS - PER_LIFELINE
+    rig.lifelines = 1
+    rig.connect(PER_LIFELINE)
+    assert rig.open_count() == STRANGERS + PER_LIFELINE
+
+
 def test_what_is_not_a_connection_of_the_router_is_left_alone(tmp_path: Path) -> None:
     """A descriptor that ZeroMQ told of may be anything by now."""
     with RouterServer.bind(tmp_path / "run/c.sock", max_message_bytes=1 << 20, tell_arrivals=True) as server:
