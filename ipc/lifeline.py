@@ -28,6 +28,7 @@ from typing import Final, NamedTuple, Self, cast
 
 import msgpack
 
+from ipc.connecting import connect_within
 from ipc.credentials import Credentials, credentials_of
 from ipc.rundir import GROUP_REACH, Reach, check_socket_path, owner_only, set_reach
 
@@ -38,7 +39,6 @@ MAX_STASHED: Final = 64
 MAX_DRAINED: Final = 2 * MAX_STASHED
 BACKLOG: Final = 128
 _TAG: Final = struct.Struct("<Q")
-_TIMEVAL: Final = struct.Struct("@ll")
 _TOKEN_PACKET_LIMIT_BYTES: Final = 4096
 _MESSAGE_LIMIT: Final = 1000  # characters of a refusal: at most four bytes each, within the packet's limit
 _DESCRIPTOR_BYTES: Final = array.array("i").itemsize
@@ -114,12 +114,7 @@ class Lifeline:
         check_socket_path(path)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            # A unix connect waits while the backlog is full; a non-blocking one fails at once in place of that.
-            whole_s = int(timeout_s)
-            limit = _TIMEVAL.pack(whole_s, max(int((timeout_s - whole_s) * 1e6), 1))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            connection.connect(os.fspath(path))
-            connection.setblocking(False)
+            connect_within(connection, path, timeout_s)
             if not _wait(connection, select.POLLIN, timeout_s):
                 raise LifelineError(errno.ETIMEDOUT, f"no token within {timeout_s:.1f} s")
             packet = connection.recv(_TOKEN_PACKET_LIMIT_BYTES)

@@ -14,7 +14,6 @@ than all else that is done for a small operation (four workers: 0.45 ms of proce
 The end of the stream comes after everything that was sent, whatever became of the sender.
 """
 
-import os
 import select
 import socket
 import struct
@@ -23,12 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from ipc.connecting import connect_within
 from ipc.rundir import check_socket_path
 
 HEAD: Final = struct.Struct("<I")
 # Read at once: more than nearly all frames have.
 READ_BYTES: Final = 64 * 1024
-_TIMEVAL: Final = struct.Struct("@ll")
 
 
 class LinkError(OSError):
@@ -98,12 +97,7 @@ class StreamLink:
         check_socket_path(path)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            # A unix connect waits while the backlog is full; a non-blocking one fails at once in place of that.
-            whole_s = int(timeout_s)
-            limit = _TIMEVAL.pack(whole_s, max(int((timeout_s - whole_s) * 1e6), 1))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            connection.connect(os.fspath(path))
-            connection.setblocking(False)
+            connect_within(connection, path, timeout_s)
             link = cls(connection, max_message_bytes)
             link.send(identity, timeout_s)
         except OSError as exc:
